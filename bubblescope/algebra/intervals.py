@@ -1,0 +1,130 @@
+"""Sets of half-open integer intervals [start, end), as pairs of int64 arrays.
+
+A *set* is a pair ``(start, end)``, shape (n,) each, sorted, disjoint, non-empty intervals, never touching.
+`union` makes one of any intervals; everything else takes and returns sets. All costs are O(n log n) at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Int = NDArray[np.int64]
+Set = tuple[Int, Int]
+
+EMPTY: Set = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+
+def union(start: ArrayLike, end: ArrayLike) -> Set:
+    """The set of all points in any [start_i, end_i); empty and backward intervals add nothing.
+
+    >>> s, e = union([5, 0, 2, 9], [6, 2, 3, 9])
+    >>> s.tolist(), e.tolist()
+    ([0, 5], [3, 6])
+    """
+    s = np.asarray(start, dtype=np.int64)
+    e = np.asarray(end, dtype=np.int64)
+    keep = e > s
+    if not keep.all():
+        s, e = s[keep], e[keep]
+    if len(s) == 0:
+        return EMPTY
+    if np.any(s[1:] < s[:-1]):
+        order = np.argsort(s, kind="stable")
+        s, e = s[order], e[order]
+    reach = np.maximum.accumulate(e)
+    opens = np.empty(len(s), dtype=np.bool_)
+    opens[0] = True
+    np.greater(s[1:], reach[:-1], out=opens[1:])
+    closes = np.append(opens[1:], True)
+    return s[opens], reach[closes]
+
+
+def merge(sets: Sequence[Set]) -> Set:
+    """The union of several sets."""
+    if not sets:
+        return EMPTY
+    return union(np.concatenate([s for s, _ in sets]), np.concatenate([e for _, e in sets]))
+
+
+def total(a: Set) -> int:
+    """Length of a set.
+
+    >>> total(union([0, 5], [3, 6]))
+    4
+    """
+    return int((a[1] - a[0]).sum())
+
+
+def complement(a: Set, low: int, high: int) -> Set:
+    """[low, high) without `a`: the gaps.
+
+    >>> s, e = complement(union([2, 5], [3, 6]), 0, 8)
+    >>> s.tolist(), e.tolist()
+    ([0, 3, 6], [2, 5, 8])
+    """
+    s, e = clip(a, low, high)
+    starts = np.concatenate(([low], e)).astype(np.int64)
+    ends = np.concatenate((s, [high])).astype(np.int64)
+    keep = ends > starts
+    return starts[keep], ends[keep]
+
+
+def clip(a: Set, low: int, high: int) -> Set:
+    """`a` within [low, high)."""
+    i = int(np.searchsorted(a[1], low, side="right"))
+    j = int(np.searchsorted(a[0], high, side="left"))
+    s = np.maximum(a[0][i:j], low)
+    e = np.minimum(a[1][i:j], high)
+    keep = e > s
+    return s[keep], e[keep]
+
+
+def intersect(a: Set, b: Set) -> Set:
+    """Points in both sets.
+
+    >>> s, e = intersect(union([0, 5], [4, 9]), union([3], [6]))
+    >>> s.tolist(), e.tolist()
+    ([3, 5], [4, 6])
+    """
+    if len(a[0]) == 0 or len(b[0]) == 0:
+        return EMPTY
+    first = np.searchsorted(b[1], a[0], side="right")
+    last = np.searchsorted(b[0], a[1], side="left")
+    count = np.maximum(last - first, 0)
+    left = np.repeat(np.arange(len(a[0])), count)
+    offset = np.arange(len(left)) - np.repeat(np.cumsum(count) - count, count)
+    right = first[left] + offset
+    return np.maximum(a[0][left], b[0][right]), np.minimum(a[1][left], b[1][right])
+
+
+def subtract(a: Set, b: Set) -> Set:
+    """Points of `a` that are not in `b`.
+
+    >>> s, e = subtract(union([0], [10]), union([3], [4]))
+    >>> s.tolist(), e.tolist()
+    ([0, 4], [3, 10])
+    """
+    if len(a[0]) == 0 or len(b[0]) == 0:
+        return a
+    low = int(min(a[0][0], b[0][0]))
+    high = int(max(a[1][-1], b[1][-1]))
+    return intersect(a, complement(b, low, high))
+
+
+def measure_before(a: Set, points: ArrayLike) -> Int:
+    """For each point x, the length of `a` within (-inf, x); differences give the length in any [x, y).
+
+    >>> measure_before(union([0, 5], [3, 6]), [0, 2, 4, 6]).tolist()
+    [0, 2, 3, 4]
+    """
+    x = np.asarray(points, dtype=np.int64)
+    if len(a[0]) == 0:
+        return np.zeros(x.shape, dtype=np.int64)
+    done = np.concatenate(([0], np.cumsum(a[1] - a[0])))
+    i = np.searchsorted(a[0], x, side="right")
+    inside = np.where(i > 0, np.minimum(x, a[1][np.maximum(i - 1, 0)]) - a[0][np.maximum(i - 1, 0)], 0)
+    result: Int = done[np.maximum(i - 1, 0)] + inside
+    return result

@@ -1,0 +1,51 @@
+"""`Run`: all that was measured, nothing concluded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from bubblescope.model.clock import Clock
+from bubblescope.model.layout import Layout
+from bubblescope.model.links import Links
+from bubblescope.model.names import Names
+from bubblescope.model.notice import Notice
+from bubblescope.model.spans import Spans
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where it came from. `format`: "recording", "kineto", "nsys", …; `timing`: what the spans' times are:
+    "kernels" (device kernels), "events" (recorded CUDA events), "host" (a CPU rank's own clock)."""
+
+    format: str = ""
+    files: tuple[str, ...] = ()
+    timing: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One job, or the part of it that was seen. Immutable; passes return a new one."""
+
+    spans: Spans
+    names: Names
+    layout: Layout = field(default_factory=Layout)
+    links: Links = field(default_factory=Links)
+    clock: Clock = field(default_factory=Clock)
+    notices: tuple[Notice, ...] = ()
+    source: Source = field(default_factory=Source)
+
+    def with_notices(self, *new: Notice) -> Run:
+        return replace(self, notices=(*self.notices, *new))
+
+    @classmethod
+    def empty(cls) -> Run:
+        return cls(spans=Spans.empty(), names=Names())
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that have spans, ascending."""
+        return [int(r) for r in np.unique(self.spans.rank)]
