@@ -1,0 +1,1 @@
+"""What lost time costs."""
