@@ -1,0 +1,46 @@
+"""`bubblescope cost`: the plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from bubblescope.cli.output import json_option, results, write_json
+from bubblescope.cost.prices import Loss, loss
+
+
+@click.command(
+    epilog="\b\nExample:\n  bubblescope cost --bubble-ms 10 --steps 10000000 --gpus 1024 --price-per-gpu-hour 2.50"
+)
+@click.option("--bubble-ms", type=float, required=True, metavar="B", help="Idle milliseconds per GPU and step.")
+@click.option("--steps", type=int, required=True, metavar="N", help="Optimizer steps of the whole training.")
+@click.option("--gpus", type=int, default=1, show_default=True, metavar="G", help="GPUs that each lose this time.")
+@click.option(
+    "--price-per-gpu-hour", "price", type=float, metavar="P", help="Your price; without one there is no money figure."
+)
+@click.option("--currency", default="USD", show_default=True, metavar="C", help="Name printed beside the money.")
+@json_option
+def cost(bubble_ms: float, steps: int, gpus: int, price: float | None, currency: str, json_to: str | None) -> None:
+    """What a bubble of so many milliseconds costs.
+
+    GPU-hours = GPUs x steps x seconds per step / 3600; money = GPU-hours x your price.
+    """
+    found = loss(bubble_ms / 1000, steps=steps, gpus=gpus, price_per_gpu_hour=price)
+    if json_to:
+        write_json(asdict(found), json_to)
+    console = results(json_to)
+    for line in _lines(found, gpus=gpus, currency=currency):
+        console.print(line, markup=False)
+
+
+def _lines(found: Loss, *, gpus: int, currency: str) -> list[str]:
+    lines = [
+        f"{found.hours_per_gpu:,.2f} hours per GPU ({found.days:,.2f} days of delay)",
+        f"{found.gpu_hours:,.2f} GPU-hours on {gpus:,} GPU{'' if gpus == 1 else 's'}",
+    ]
+    if found.money is None:
+        lines.append("no money figure: give your own --price-per-gpu-hour")
+    else:
+        lines.append(f"{found.money:,.2f} {currency}")
+    return lines

@@ -1,0 +1,95 @@
+"""Where a command's words go: results to stdout, everything else to stderr, JSON alone when asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from bubblescope.errors import UsageError
+from bubblescope.model.notice import Notice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+MOST_WARNINGS = 20
+
+
+def json_option(command: Command) -> Command:
+    """Add ``--json FILE|-``; the command gets it as `json_to`."""
+    return click.option(
+        "--json",
+        "json_to",
+        metavar="FILE|-",
+        help="Write the result as JSON; '-' writes it, and nothing else, to stdout.",
+    )(command)
+
+
+def write_json(data: object, json_to: str) -> None:
+    """Write `data` as indented JSON. Figures that are not finite are a bug of the caller (ValueError)."""
+    write_text(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n", json_to)
+
+
+def write_text(text: str, target: str) -> None:
+    """Write `text` to a file, making its folder; '-' is stdout. Raises UsageError when it cannot be written."""
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path = Path(target)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Around code that writes `path`: a full disk or a forbidden folder is the user's to mend, not our bug."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"cannot write: {error.strerror or error}",
+            where=str(error.filename or path),
+            hint="choose another place, or make room and check the permissions there",
+        ) from error
+
+
+def results(json_to: str | None) -> Console:
+    """The console for results: stdout, or nowhere when stdout belongs to JSON."""
+    from rich.console import Console
+
+    # Piped, rich would cut tables at 80 columns; a file has no such edge.
+    width = None if sys.stdout.isatty() else 120
+    return Console(quiet=json_to == "-", highlight=False, soft_wrap=False, width=width)
+
+
+def warn(notices: Iterable[Notice]) -> None:
+    """Every finding on stderr, at most `MOST_WARNINGS` lines of them and the number of the rest."""
+    found = list(notices)
+    for notice in found[:MOST_WARNINGS]:
+        where = f", in {notice.where}" if notice.where else ""
+        click.echo(f"warning: {notice.message}{where}", err=True)
+    if len(found) > MOST_WARNINGS:
+        click.echo(f"warning: {len(found) - MOST_WARNINGS} more; the report and --json have them all", err=True)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """A spinner while the block runs, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
