@@ -1,0 +1,71 @@
+"""From useful work to the measured step: one bar a cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+
+from bubblescope.views import format as fmt
+from bubblescope.views.figures.style import WORK, cause_marker, empty_figure
+from bubblescope.views.summary import mean_causes, mean_gpu
+from bubblescope.views.words import CAUSES, INTRINSIC
+
+if TYPE_CHECKING:
+    from bubblescope.views.source import ReportLike
+
+
+@dataclass(frozen=True)
+class Stair:
+    """One bar of the waterfall, in seconds per GPU and step. cause: "" for a sum. A cause that is negative
+    goes back."""
+
+    label: str
+    cause: str
+    start: float
+    length: float
+
+
+def stairs(report: ReportLike) -> list[Stair]:
+    """Work, intrinsic causes, their sum (the ideal step of this schedule), the other causes, the measured step.
+
+    Means over the GPUs seen; causes that are zero are left out. Empty where busy or a cause is unavailable.
+    """
+    busy, causes = mean_gpu(report.data, "busy"), mean_causes(report.data)
+    if busy is None or any(v is None for v in causes.values()):
+        return []
+    found, at = [Stair("work", "", 0.0, busy)], busy
+    for group, total in ((True, "ideal step of this schedule"), (False, "measured step")):
+        for cause in CAUSES:
+            length = causes[cause.name] or 0.0
+            if (cause.name in INTRINSIC) == group and abs(length) > 1e-9:
+                found.append(Stair(cause.label, cause.name, at, length))
+                at += length
+        found.append(Stair(total, "", 0.0, at))
+    return found
+
+
+def causes_figure(report: ReportLike) -> go.Figure:
+    """Waterfall from the ideal step of this schedule to the measured step."""
+    bars = stairs(report)
+    figure = empty_figure(70 + 28 * max(1, len(bars)), "ms per GPU and step (mean over GPUs)")
+    for sums in (True, False):
+        part = [bar for bar in bars if (bar.cause == "") == sums]
+        if not part:
+            continue
+        figure.add_bar(
+            orientation="h", y=[b.label for b in part], x=[b.length * 1e3 for b in part],
+            base=[b.start * 1e3 for b in part], showlegend=False,
+            text=[fmt.seconds(b.length, signed=not sums) for b in part], textposition="outside", cliponaxis=False,
+            marker={"color": WORK["B"]} if sums else cause_marker(*[b.cause for b in part]),
+            hovertemplate="%{y}: %{text}<extra></extra>",
+        )  # fmt: skip
+    figure.update_layout(
+        barmode="overlay", bargap=0.25,
+        yaxis={"categoryorder": "array", "categoryarray": [b.label for b in reversed(bars)], "showgrid": False},
+        xaxis={"rangemode": "tozero"},
+    )  # fmt: skip
+    if bars:
+        figure.update_xaxes(range=[0, 1.18e3 * max(b.start + max(b.length, 0) for b in bars)])
+    return figure

@@ -1,0 +1,351 @@
+"""The first screen, once for every view: one sentence, three figures, the best actions, how far to trust it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bubblescope.views import format as fmt
+from bubblescope.views.words import CAUSES, INTRINSIC
+
+if TYPE_CHECKING:
+    from bubblescope.views.source import ReportLike
+
+UNTRUSTED = 0.05
+"""ATTRIBUTION.md §6: above this share of the step, the attribution is not to be trusted."""
+
+SECOND_REASON = 0.25
+"""From this share of idle on, the second cause belongs into the sentence."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """label: what it is; value: with unit; note: how it comes about."""
+
+    label: str
+    value: str
+    note: str
+    available: bool = True
+
+
+@dataclass(frozen=True)
+class Action:
+    text: str
+    saving: str
+    detail: str
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """ok is False where the reader should doubt."""
+
+    label: str
+    value: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class FirstScreen:
+    """`lost` is the part of the sentence that deserves emphasis, `cost` follows it, `reason` ends it."""
+
+    lost: str
+    cost: str
+    reason: str
+    figures: tuple[Figure, ...]
+    actions: tuple[Action, ...]
+    trust: tuple[Trust, ...]
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.lost}{self.cost}{self.reason}"
+
+
+def first_screen(report: ReportLike) -> FirstScreen:
+    data = report.data
+    return FirstScreen(
+        _lost(data),
+        _cost(data),
+        _reason(report),
+        (_fraction_figure(data), _hours_figure(data), _money_figure(data)),
+        tuple(_action(row, data) for row in best_actions(data, 3)),
+        tuple(_trust(data)),
+    )
+
+
+def value(data: dict[str, Any], *path: str) -> Any:
+    """``data[path[0]][path[1]]…``, None where anything on the way is missing or not finite."""
+    here: Any = data
+    for key in path:
+        here = here.get(key) if isinstance(here, dict) else None
+    return None if isinstance(here, float) and not math.isfinite(here) else here
+
+
+def gpu_count(data: dict[str, Any]) -> int:
+    known = value(data, "cost", "gpus") or value(data, "source", "world_size")
+    return int(known or len(data.get("gpus") or []))
+
+
+def headline_fraction(data: dict[str, Any]) -> float | None:
+    fraction = value(data, "bubble", "fraction")
+    found = fraction if fraction is not None else value(data, "bubble", "gpu_idle_fraction")
+    return None if found is None else float(found)
+
+
+def unavailable(data: dict[str, Any], *hints: str) -> str:
+    """Why a figure is not there, in the words of the warning that mentions one of `hints`."""
+    warnings = value(data, "source", "warnings") or []
+    for hint in hints:
+        for warning in warnings:
+            if hint in f"{warning.get('code', '')} {warning.get('message', '')}":
+                return f"unavailable, because {fmt.plain(warning['message'])}"
+    if warnings:
+        return f"unavailable, because {fmt.plain(warnings[0]['message'])}"
+    return "unavailable, because the input does not show it"
+
+
+def mean_causes(data: dict[str, Any]) -> dict[str, float | None]:
+    """Seconds per GPU and step of each cause, mean over the GPUs seen; None where any GPU lacks it."""
+    gpus = data.get("gpus") or []
+    return {c.name: _mean([value(g, "causes", c.name) for g in gpus]) for c in CAUSES}
+
+
+def mean_gpu(data: dict[str, Any], column: str) -> float | None:
+    """Mean over the GPUs seen of a column of ``gpus``: seconds per GPU and step."""
+    return _mean([g.get(column) for g in data.get("gpus") or []])
+
+
+def _mean(values: list[Any]) -> float | None:
+    if not values or any(v is None or not math.isfinite(v) for v in values):
+        return None
+    return float(np.mean(values))
+
+
+def best_actions(data: dict[str, Any], count: int | None = None) -> list[dict[str, Any]]:
+    """Actions that save time, best first."""
+    rows = [a for a in data.get("advice") or [] if (a.get("saved_seconds") or 0) > 0]
+    return sorted(rows, key=lambda a: -float(a["saved_seconds"]))[:count]
+
+
+def _lost(data: dict[str, Any]) -> str:
+    fraction, gpus = headline_fraction(data), gpu_count(data)
+    whose = "one GPU's time" if gpus == 1 else f"{gpus:,} GPUs' time"
+    if fraction is None:
+        return f"How much of {whose} is lost to pipeline bubbles is {unavailable(data, 'fraction', 'idle')}"
+    return f"{fmt.percent(fraction)} of {whose} is lost to pipeline bubbles"
+
+
+def span_words(data: dict[str, Any]) -> str:
+    total = value(data, "cost", "total_steps")
+    if total:
+        return f"over {int(total):,} steps"
+    analysed = int(value(data, "steps", "analysed") or 0)
+    return "in the one step analysed" if analysed == 1 else f"in the {analysed:,} steps analysed"
+
+
+def _cost(data: dict[str, Any]) -> str:
+    hours = value(data, "cost", "idle_gpu_hours")
+    if hours is None:
+        return ""
+    amount = value(data, "cost", "idle_money")
+    price = f", {fmt.money(amount, value(data, 'cost', 'currency'))}" if amount is not None else ""
+    return f": {fmt.gpu_hours(hours)}{price} {span_words(data)}"
+
+
+def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
+    """Causes with their share of idle, largest first; the intrinsic ones count together, as "schedule"."""
+    shares = {c.name: value(data, "causes", c.name, "share_of_idle") for c in CAUSES}
+    known = {name: float(share) for name, share in shares.items() if share is not None}
+    grouped = {name: share for name, share in known.items() if name not in INTRINSIC}
+    if any(name in known for name in INTRINSIC):
+        grouped["schedule"] = sum(known.get(name, 0.0) for name in INTRINSIC)
+    return sorted(((n, s) for n, s in grouped.items() if s > 0), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _reason(report: ReportLike) -> str:
+    found = reasons(report.data)
+    if not found:
+        return "."
+    name, share = found[0]
+    if len(found) > 1 and found[1][1] >= SECOND_REASON:
+        second = f", {fmt.percent(found[1][1], 0)} because {_because(report, found[1][0])}"
+        return f"; {fmt.percent(share, 0)} of that because {_because(report, name)}{second}."
+    how_much = "most of it" if share >= 0.5 else f"the largest part ({fmt.percent(share, 0)})"
+    return f"; {how_much} because {_because(report, name)}."
+
+
+_SIMPLE = {
+    "transient": "single operations take much longer than usual now and then",
+    "microbatch_imbalance": "micro-batches differ in size",
+    "p2p_transfer": "stages wait for activations and gradients to travel",
+    "exposed_collective": "collectives are not hidden under compute",
+    "optimizer": "GPUs wait for the optimizer step of others",
+    "host_launch": "the hosts launch work too late",
+    "data_loading": "the first stage waits for its input",
+    "unexplained": "of something that this recording does not show",
+}
+
+
+def _because(report: ReportLike, name: str) -> str:
+    if name == "schedule":
+        return _because_schedule(report.data)
+    if name == "stage_imbalance":
+        slow = slowest_stage(report)
+        if slow is not None:
+            return f"stage {slow[0]} is {slow[1]:.1f}× slower than the others"
+        return "some stages have more work than others"
+    if name == "slow_worker":
+        worker = slowest_worker(report.data)
+        if worker is not None:
+            return f"GPU {worker[0]} is {worker[1]:.2f}× slower than the other replicas of its stage"
+        return "some GPUs are slower than the other replicas of their stage"
+    return _SIMPLE[name]
+
+
+def _because_schedule(data: dict[str, Any]) -> str:
+    schedule = fmt.plain(value(data, "pipeline", "schedule") or "the pipeline's schedule")
+    stages, m = value(data, "pipeline", "stages"), value(data, "pipeline", "microbatches")
+    if stages and m:
+        return f"{schedule} with {stages} stages and {m} micro-batches needs that long to fill and drain"
+    return f"{schedule} needs that long to fill and drain"
+
+
+def stage_work(report: ReportLike) -> dict[int, float]:
+    """Base seconds per micro-batch of each stage: F plus B, or F plus I plus W where B is split."""
+    work: dict[int, float] = {}
+    for row in report.stage_balance.to_dict("records"):
+        parts = [float(row[c]) for c in ("F_s", "B_s", "I_s", "W_s") if _finite(row.get(c))]
+        if parts:
+            work[int(row["stage"])] = sum(parts)
+    return work
+
+
+def _finite(number: Any) -> bool:
+    return number is not None and math.isfinite(float(number))
+
+
+def slowest_stage(report: ReportLike) -> tuple[int, float] | None:
+    """The stage with most work per micro-batch, and how often the mean of the others it takes."""
+    work = stage_work(report)
+    if len(work) < 2:
+        return None
+    stage = max(sorted(work), key=lambda s: work[s])
+    others = float(np.mean([w for s, w in work.items() if s != stage]))
+    return (stage, work[stage] / others) if others > 0 else None
+
+
+def slowest_worker(data: dict[str, Any]) -> tuple[int, float] | None:
+    """The rank whose busy time exceeds the median of its stage most, and how often it takes that median."""
+    by_stage: dict[int, list[tuple[float, int]]] = {}
+    for gpu in data.get("gpus") or []:
+        if gpu.get("busy"):
+            by_stage.setdefault(gpu["stage"], []).append((gpu["busy"], gpu["rank"]))
+    ratios = [
+        (busy / float(np.median([b for b, _ in peers])), rank)
+        for peers in by_stage.values()
+        if len(peers) > 1
+        for busy, rank in peers
+    ]
+    return (max(ratios)[1], max(ratios)[0]) if ratios else None
+
+
+def _fraction_figure(data: dict[str, Any]) -> Figure:
+    fraction = headline_fraction(data)
+    if fraction is None:
+        return Figure("Share of GPU time lost", "unavailable", unavailable(data, "fraction", "idle"), False)
+    idle, window = mean_gpu(data, "idle"), mean_gpu(data, "window")
+    note = "fraction: bubble / makespan"
+    if idle is not None and window is not None:
+        note += f" · {fmt.seconds(idle)} of every {fmt.seconds(window)} step"
+    return Figure("Share of GPU time lost", fmt.percent(fraction), note)
+
+
+def _hours_figure(data: dict[str, Any]) -> Figure:
+    hours, idle = value(data, "cost", "idle_gpu_hours"), mean_gpu(data, "idle")
+    if hours is None:
+        return Figure("GPU time lost", "unavailable", unavailable(data, "GPU-hours", "cost", "gpus"), False)
+    note = f"{gpu_count(data):,} GPUs, {span_words(data)}"
+    if idle is not None:
+        note += f", {fmt.seconds(idle)} each step"
+    return Figure("GPU time lost", fmt.gpu_hours(hours), note)
+
+
+def _money_figure(data: dict[str, Any]) -> Figure:
+    amount, price = value(data, "cost", "idle_money"), value(data, "cost", "price_per_gpu_hour")
+    daily = daily_gpu_hours(data)
+    if amount is None or price is None:
+        text = "unavailable" if daily is None else fmt.gpu_hours(daily)
+        note = "no price was given: --price-per-gpu-hour shows money"
+        return Figure("Lost every day", text, note, daily is not None)
+    currency = value(data, "cost", "currency")
+    note = f"at {fmt.money(price, currency)} per GPU-hour"
+    if daily is not None:
+        note += f" · {fmt.money(daily * price, currency)} every day of training"
+    return Figure("Money lost", fmt.money(amount, currency), note)
+
+
+def daily_gpu_hours(data: dict[str, Any]) -> float | None:
+    """GPU-hours lost in a day of training: 24 h × GPUs × idle share of the windows."""
+    idle, window = mean_gpu(data, "idle"), mean_gpu(data, "window")
+    return 24 * gpu_count(data) * idle / window if idle is not None and window else None
+
+
+def _action(row: dict[str, Any], data: dict[str, Any]) -> Action:
+    parts = [f"{fmt.seconds(row['saved_seconds'])} per step"]
+    window = value(data, "steps", "seconds_median")
+    if window:
+        parts[0] += f" ({fmt.percent(row['saved_seconds'] / window)})"
+    if row.get("saved_gpu_hours") is not None:
+        parts.append(fmt.gpu_hours(row["saved_gpu_hours"]))
+    if row.get("saved_money") is not None:
+        parts.append(fmt.money(row["saved_money"], value(data, "cost", "currency")))
+    assumptions = tuple(fmt.plain(a) for a in row.get("assumptions") or ())
+    return Action(fmt.plain(row["action"]), parts[0], " · ".join(parts[1:]), assumptions)
+
+
+def _trust(data: dict[str, Any]) -> Iterable[Trust]:
+    yield _trust_ranks(data)
+    yield _trust_steps(data)
+    yield _trust_clock(data)
+    error = value(data, "replay", "error_fraction")
+    trusted = bool(value(data, "replay", "trusted"))
+    yield Trust("replay error", "unavailable" if error is None else f"{fmt.percent(error)} of the step", trusted)
+    unexplained, window = mean_causes(data)["unexplained"], mean_gpu(data, "window")
+    if unexplained is None or not window:
+        yield Trust("unexplained", "unavailable", False)
+    else:
+        share = unexplained / window
+        yield Trust("unexplained", f"{fmt.percent(share)} of the step", abs(share) <= UNTRUSTED)
+
+
+def _trust_ranks(data: dict[str, Any]) -> Trust:
+    seen, world = len(value(data, "source", "ranks") or []), value(data, "source", "world_size")
+    missing = value(data, "source", "missing_ranks") or []
+    if world is None:
+        return Trust("ranks", f"{seen:,} seen, world size unknown", False)
+    text = f"{seen:,} of {world:,} seen"
+    if missing:
+        listed = ", ".join(str(r) for r in missing[:5]) + (" …" if len(missing) > 5 else "")
+        text += f", missing {listed}"
+    return Trust("ranks", text, not missing)
+
+
+def _trust_steps(data: dict[str, Any]) -> Trust:
+    analysed, skipped = value(data, "steps", "analysed") or 0, value(data, "steps", "skipped") or []
+    return Trust("steps", f"{analysed:,} analysed, {len(skipped):,} skipped", analysed > 0)
+
+
+def _trust_clock(data: dict[str, Any]) -> Trust:
+    hosts = value(data, "clock", "hosts") or []
+    if not value(data, "clock", "aligned"):
+        return Trust("clock error", "clocks not aligned: waits across GPUs are not split", False)
+    widths = [(h["high"] - h["low"]) / 2 for h in hosts if _finite(h.get("high")) and _finite(h.get("low"))]
+    if len(hosts) <= 1 and not widths:
+        return Trust("clock error", "none, one host", True)
+    if len(widths) < len(hosts):
+        return Trust("clock error", "not bounded", False)
+    return Trust("clock error", f"±{fmt.seconds(max(widths))}", True)
