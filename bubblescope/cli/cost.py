@@ -17,7 +17,7 @@ from bubblescope.cost.prices import Loss, loss
 @click.option("--steps", type=int, required=True, metavar="N", help="Optimizer steps of the whole training.")
 @click.option("--gpus", type=int, default=1, show_default=True, metavar="G", help="GPUs that each lose this time.")
 @click.option(
-    "--price-per-gpu-hour", "price", type=float, metavar="P", help="Your price; without one there is no money figure."
+    "--price-per-gpu-hour", "price", type=float, metavar="P", help="Your price; without one, no money figure."
 )
 @click.option("--currency", default="USD", show_default=True, metavar="C", help="Name printed beside the money.")
 @json_option

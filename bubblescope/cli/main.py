@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -34,7 +34,7 @@ COMMANDS = {
     "cost": Entry("bubblescope.cli.cost:cost", "What a bubble of so many milliseconds costs."),
     "demo": Entry("bubblescope.cli.demo:demo", "Train a small pipeline here, record it, report its bubbles."),
     "doctor": Entry("bubblescope.cli.doctor:doctor", "What can be recorded on this machine, and what is missing."),
-    "simulate": Entry("bubblescope.cli.simulate:simulate", "Replay a schedule: makespan, idle time, bubble ratios."),
+    "simulate": Entry("bubblescope.cli.simulate:simulate", "Replay a schedule: makespan, idle time, ratios."),
 }
 
 EXIT_BUG = 1
@@ -48,8 +48,18 @@ class State:
     debug: bool = False
 
 
+class ReaderGone(Exception):
+    """stdout was closed by who read it. Not a BrokenPipeError: click would turn that into exit status 1."""
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are asked for."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -113,7 +123,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             obj=state,
         )
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, ReaderGone):
         return _reader_is_gone()
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)

@@ -28,7 +28,8 @@ def test_spaces_around_an_action_are_those_of_a_csv_and_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F-1", "2F0 3F1", "2F0\n3F1", "2 F 0", "1.5F0", "2SEND_F0", "²F0"]
+    "text",
+    ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F-1", "2F0 3F1", "2F0\n3F1", "2 F 0", "1.5F0", "2SEND_F0", "²F0"],
 )
 def test_anything_else_is_refused_with_the_text_and_the_rule(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:

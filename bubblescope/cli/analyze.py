@@ -1,0 +1,240 @@
+"""`bubblescope analyze`: traces or recordings → attribution, cost, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from bubblescope.cli.output import json_option, progress, results, warn, write_text, writing
+from bubblescope.errors import InputError, ThresholdExceeded, UsageError
+from bubblescope.model.notice import Notice
+
+if TYPE_CHECKING:
+    from bubblescope.report.build import Report, ReportOptions
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What to write, and where. `out` stands for out/report.html and out/report.json, beside the others."""
+
+    out: Path | None = None
+    html: Path | None = None
+    json: str | None = None
+    csv: Path | None = None
+    perfetto: Path | None = None
+
+    @property
+    def html_files(self) -> list[Path]:
+        return [*([self.out / "report.html"] if self.out else []), *([self.html] if self.html else [])]
+
+    @property
+    def json_files(self) -> list[str]:
+        return [*([str(self.out / "report.json")] if self.out else []), *([self.json] if self.json else [])]
+
+
+def report_options(command: Command) -> Command:
+    """The options that say what the trace cannot: price, size of the job, shape of the pipeline."""
+    options = [
+        click.option(
+            "--price-per-gpu-hour",
+            "price",
+            type=click.FloatRange(min=0),
+            metavar="P",
+            help="Your price; without one there are hours and no money.",
+        ),
+        click.option("--currency", default="USD", show_default=True, metavar="C", help="Name beside the money."),
+        click.option(
+            "--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of the whole job; else those seen."
+        ),
+        click.option(
+            "--total-steps",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Steps of the whole training; else those analysed.",
+        ),
+        click.option("--schedule", metavar="S", help="Overrules the schedule that was recorded or inferred."),
+        click.option("--microbatches", type=click.IntRange(min=1), metavar="M", help="The same for m."),
+        click.option("--stages", type=click.IntRange(min=1), metavar="P", help="The same for the stages."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(
+    epilog="\b\nExample:\n"
+    "  bubblescope analyze demo-out/recording --out report --price-per-gpu-hour 2.50\n"
+    "  bubblescope analyze 'traces/rank*.json.gz' --json - | jq .bubble"
+)
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write DIR/report.html and DIR/report.json.",
+)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the report as one HTML file.")
+@json_option
+@click.option(
+    "--csv", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as CSV."
+)
+@click.option(
+    "--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Write a timeline for ui.perfetto.dev."
+)
+@click.option(
+    "--format",
+    "format_name",
+    default="auto",
+    show_default=True,
+    metavar="F",
+    help="Format of the input, where it must not be recognised.",
+)
+@report_options
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "dask"]),
+    default="local",
+    show_default=True,
+    help="Where files are read.",
+)
+@click.option("--scheduler", metavar="ADDR", help="Address of a running dask scheduler.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes that read files; default: one.")
+@click.option(
+    "--fail-above",
+    type=click.FloatRange(0, 1),
+    metavar="FRACTION",
+    help="Exit with 5 when the bubble fraction is above this.",
+)
+def analyze(
+    paths: tuple[str, ...],
+    out: Path | None,
+    html: Path | None,
+    json_to: str | None,
+    csv: Path | None,
+    perfetto: Path | None,
+    format_name: str,
+    price: float | None,
+    currency: str,
+    gpus: int | None,
+    total_steps: int | None,
+    schedule: str | None,
+    microbatches: int | None,
+    stages: int | None,
+    engine: str,
+    scheduler: str | None,
+    jobs: int | None,
+    fail_above: float | None,
+) -> None:
+    """Traces or recordings → attribution, cost, report.
+
+    PATH is a file, a folder, a glob or an fsspec URL. Prints a summary; writes only what is asked for.
+    """
+    from bubblescope.report.build import ReportOptions
+
+    options = ReportOptions(
+        price_per_gpu_hour=price,
+        currency=currency,
+        gpus=gpus,
+        total_steps=total_steps,
+        schedule=schedule,
+        microbatches=microbatches,
+        stages=stages,
+    )
+    outputs = Outputs(out=out, html=html, json=json_to, csv=csv, perfetto=perfetto)
+    with reading_pool(engine, scheduler, jobs) as executor:
+        report = make_report(list(paths), options, format_name=format_name, executor=executor)
+    deliver(report, outputs)
+    check_threshold(report, fail_above)
+
+
+def make_report(
+    paths: list[str], options: ReportOptions, *, format_name: str = "auto", executor: Executor | None = None
+) -> Report:
+    """Read, align, attribute. Raises InputError when there is nothing to analyse."""
+    from bubblescope.align import prepare
+    from bubblescope.ingest import read
+    from bubblescope.report.build import build
+
+    with progress("reading"):
+        run = read(paths, format=format_name, executor=executor)
+    with progress("attributing"):
+        return build(prepare(run), options)
+
+
+def deliver(report: Report, outputs: Outputs) -> None:
+    """Write what was asked for, print the summary to stdout and the warnings to stderr."""
+    from bubblescope.views import console, csv, html, json, perfetto
+
+    for page in outputs.html_files:
+        with writing(page):
+            page.parent.mkdir(parents=True, exist_ok=True)
+            html.write(report, page)
+    for target in outputs.json_files:
+        write_text(json.dumps(report), target)
+    if outputs.csv is not None:
+        with writing(outputs.csv):
+            csv.write(report, outputs.csv)
+    if outputs.perfetto is not None:
+        with writing(outputs.perfetto):
+            outputs.perfetto.parent.mkdir(parents=True, exist_ok=True)
+            perfetto.write(report, outputs.perfetto)
+    console.print_summary(report, results(outputs.json), next(iter(outputs.html_files), None))
+    warn(Notice(w["code"], w["message"], w["file"] or "") for w in report.data["source"]["warnings"])
+
+
+def check_threshold(report: Report, fail_above: float | None) -> None:
+    """Raise ThresholdExceeded when the bubble fraction is above `fail_above`, InputError when it is unknown."""
+    if fail_above is None:
+        return
+    fraction = report.data["bubble"]["fraction"]
+    if fraction is None:
+        raise InputError(
+            "the bubble fraction cannot be measured on this input, so it cannot be compared with --fail-above",
+            hint="the warnings above say what is missing",
+        )
+    if fraction > fail_above:
+        raise ThresholdExceeded(f"bubble fraction {fraction:.4f} is above the limit of {fail_above:.4f}")
+
+
+@contextmanager
+def reading_pool(engine: str, scheduler: str | None, jobs: int | None) -> Iterator[Executor | None]:
+    """The executor that reads files: None (this process), local processes, or a running dask cluster."""
+    if engine == "dask":
+        with _dask_pool(scheduler) as executor:
+            yield executor
+        return
+    if scheduler is not None:
+        raise UsageError("--scheduler needs --engine dask", hint="add --engine dask, or leave --scheduler out")
+    if jobs is None or jobs == 1:
+        yield None
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield pool
+
+
+@contextmanager
+def _dask_pool(scheduler: str | None) -> Iterator[Executor]:
+    if scheduler is None:
+        raise UsageError(
+            "--engine dask needs the address of a scheduler", hint="for example --scheduler tcp://127.0.0.1:8786"
+        )
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise UsageError("--engine dask needs dask", hint="pip install 'bubblescope[dask]'") from error
+    try:
+        client = Client(scheduler, timeout=10)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no dask scheduler answers at {scheduler}", hint="is it running, and is the address right?"
+        ) from error
+    with client:
+        yield client.get_executor()

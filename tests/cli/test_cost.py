@@ -1,0 +1,43 @@
+"""`bubblescope cost` says what the arithmetic says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import Runner
+
+TEN_MS = ("cost", "--bubble-ms", "10", "--steps", "10000000")
+
+
+def test_ten_milliseconds_in_ten_million_steps_are_said_to_be_27_78_hours_per_gpu(bubblescope: Runner) -> None:
+    done = bubblescope(*TEN_MS)
+    assert done.returncode == 0
+    assert "27.78 hours per GPU" in done.stdout
+
+
+def test_without_a_price_the_json_has_hours_and_no_money(bubblescope: Runner) -> None:
+    data = json.loads(bubblescope(*TEN_MS, "--gpus", "8", "--json", "-").stdout)
+    assert data.keys() == {"gpu_hours", "hours_per_gpu", "money", "days"}
+    assert data["hours_per_gpu"] == pytest.approx(27.7778, abs=1e-4)
+    assert data["gpu_hours"] == pytest.approx(8 * data["hours_per_gpu"])
+    assert data["days"] == pytest.approx(27.7778 / 24, abs=1e-4)
+    assert data["money"] is None
+
+
+def test_with_a_price_both_outputs_have_the_money(bubblescope: Runner, tmp_path: Path) -> None:
+    done = bubblescope(
+        *TEN_MS, "--gpus", "8", "--price-per-gpu-hour", "2.5", "--currency", "EUR", "--json", "c.json"
+    )
+    assert "555.56 EUR" in done.stdout
+    assert json.loads((tmp_path / "c.json").read_text())["money"] == pytest.approx(555.5556, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "bad", [("--gpus", "-1"), ("--price-per-gpu-hour", "nan"), ("--price-per-gpu-hour", "-2")]
+)
+def test_an_amount_that_makes_no_sense_is_wrong_usage(bad: tuple[str, str], bubblescope: Runner) -> None:
+    done = bubblescope(*TEN_MS, *bad)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")

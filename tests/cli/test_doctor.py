@@ -1,0 +1,70 @@
+"""`bubblescope doctor` tells what is here, what is not, and whether recording works."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runner import Runner
+
+from bubblescope.cli import doctor
+
+
+def test_this_machine_is_described_as_it_is(bubblescope: Runner) -> None:
+    import importlib.metadata
+
+    data = json.loads(bubblescope("doctor", "--json", "-").stdout)
+    assert data["python"]["python"]["value"] == ".".join(map(str, sys.version_info[:3]))
+    assert data["torch"]["torch"]["value"] == importlib.metadata.version("torch")
+    assert "gloo" in data["torch"]["torch.distributed"]["value"]
+    assert data["can_record"] is True, data["problems"]
+    for framework in doctor.FRAMEWORKS:
+        assert framework in data["frameworks"]
+
+
+def test_the_text_has_every_finding_and_the_verdict(bubblescope: Runner) -> None:
+    done = bubblescope("doctor")
+    assert done.returncode == 0
+    for name in ("torch.distributed", "ptrace_scope", "KINETO_USE_DAEMON", "megatron-core", "writable"):
+        assert name in done.stdout
+    assert done.stdout.rstrip().endswith("everything that recording needs is here")
+
+
+def test_without_torch_it_says_that_recording_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_version_of", lambda name: None)
+    found = doctor.examine(tmp_path)
+    assert not doctor.can_record(found)
+    assert doctor.as_data(found)["torch"]["torch"]["state"] == "missing"
+
+
+def test_a_torch_without_a_target_of_the_hooks_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "HOOK_TARGETS", (("torch.distributed.pipelining.stage", "Nothing.at_all"),))
+    found = doctor.examine(tmp_path)
+    assert not doctor.can_record(found)
+    assert any("Nothing.at_all" in problem for problem in doctor.problems(found))
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("2.4.0", "ok"), ("2.14.1", "ok"), ("2.3.1", "problem"), ("3.0.0", "problem")]
+)
+def test_a_torch_outside_the_known_range_is_pointed_out(
+    version: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "_version_of", lambda name: version)
+    assert doctor.as_data(doctor.examine(tmp_path))["torch"]["torch"]["state"] == state
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = doctor.examine(Path("/proc/nowhere"))
+    assert any("writable" in problem for problem in doctor.problems(found))
+
+
+def test_a_folder_that_does_not_exist_yet_is_judged_by_its_parent_and_not_made(tmp_path: Path) -> None:
+    found = doctor.examine(tmp_path / "a" / "b")
+    assert doctor.as_data(found)["disk"]["writable"]["value"] == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
