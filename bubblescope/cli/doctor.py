@@ -21,14 +21,8 @@ from bubblescope.cli.output import json_option, results, write_json
 HOOK_RANGE = ((2, 4), (2, 14))
 """The torch releases, first and last, on which the hooks' targets were read."""
 
-HOOK_TARGETS = (
-    ("torch.distributed.pipelining.stage", "_PipelineStageBase.forward_one_chunk"),
-    ("torch.distributed.pipelining.stage", "_PipelineStageBase.backward_one_chunk"),
-    ("torch.distributed.pipelining.stage", "_PipelineStageBase.backward_weight_one_chunk"),
-    ("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss"),
-    ("torch.distributed.pipelining.schedules", "_batch_p2p"),
-    ("torch.distributed.pipelining.schedules", "_wait_batch_p2p"),
-)
+ESSENTIAL_HOOKS = frozenset({"forward", "backward", "p2p_post", "schedule.step", "optimizer.step"})
+"""Without one of these a recording says little; the others come and go with the releases of torch."""
 
 FRAMEWORKS = ("megatron-core", "deepspeed", "torchtitan")
 LIBRARIES = ("pyarrow", "isal", "backports.zstd", "distributed", "nvidia-ml-py", "scipy")
@@ -141,9 +135,7 @@ def _torch(found: Findings) -> None:
         return
     _cuda(found, torch)
     _distributed(found, torch)
-    for module, name in HOOK_TARGETS:
-        present = _has(module, name)
-        found.add("hooks", name, "ok" if present else "problem", present, "" if present else f"not in {module}")
+    _hooks(found)
 
 
 def release(version: str) -> tuple[int, int]:
@@ -158,14 +150,20 @@ def release(version: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _has(module: str, name: str) -> bool:
+def _hooks(found: Findings) -> None:
+    """Install the recorder's hooks, as a recording would, and take them out again; no file is written."""
+    from bubblescope.capture import hooks
+    from bubblescope.capture.recorder import Recorder
+
+    trial = Recorder("unused")
     try:
-        value: Any = importlib.import_module(module)
-    except ImportError:
-        return False
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value is not None
+        hooks.install(trial)
+    finally:
+        trial.patches.restore()
+    for label in sorted(trial.patches.hooks):
+        found.add("hooks", label, "ok", True)
+    for label, why in sorted(trial.patches.refused.items()):
+        found.add("hooks", label, "problem" if label in ESSENTIAL_HOOKS else "missing", False, why)
 
 
 def _cuda(found: Findings, torch: Any) -> None:
@@ -224,10 +222,15 @@ def _print(found: Findings, json_to: str | None) -> None:
         "problem": "[red]PROBLEM[/red]",
     }
     area = ""
+    fitting = sum(item.area == "hooks" and item.state == "ok" for item in found.items)
     for item in found.items:
         if item.area != area:
             area = item.area
             console.print(f"[bold]{area}[/bold]")
+            if area == "hooks":
+                console.print(f"  {marks['ok']} {fitting} hooks fit this torch")
+        if area == "hooks" and item.state == "ok":
+            continue
         value = "" if item.value in (None, True, False) else str(item.value)
         text = "  ".join(part for part in (value, item.note) if part)
         console.print(f"  {marks[item.state]} {item.name:<32} ", end="")

@@ -39,13 +39,24 @@ def test_without_torch_it_says_that_recording_needs_it(monkeypatch: pytest.Monke
     assert doctor.as_data(found)["torch"]["torch"]["state"] == "missing"
 
 
-def test_a_torch_without_a_target_of_the_hooks_cannot_be_recorded(
+def test_a_torch_that_the_hooks_do_not_fit_cannot_be_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "HOOK_TARGETS", (("torch.distributed.pipelining.stage", "Nothing.at_all"),))
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    monkeypatch.delattr(_PipelineStageBase, "forward_one_chunk")
     found = doctor.examine(tmp_path)
     assert not doctor.can_record(found)
-    assert any("Nothing.at_all" in problem for problem in doctor.problems(found))
+    assert any("forward_one_chunk" in problem for problem in doctor.problems(found))
+
+
+def test_looking_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    before = dict(vars(_PipelineStageBase)), schedules._batch_p2p
+    assert doctor.as_data(doctor.examine(tmp_path))["hooks"]
+    assert (dict(vars(_PipelineStageBase)), schedules._batch_p2p) == before
 
 
 @pytest.mark.parametrize(
