@@ -1,0 +1,497 @@
+"""Records what a training process does, step by step, while it trains.
+
+``with bubblescope.record("runs/x"): …`` in every rank is all that a training script needs. Everything here runs
+inside someone else's job: it never raises into it, never blocks it on a disk, and never waits for the device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any
+
+from bubblescope.capture import environment, hooks
+from bubblescope.capture.patching import PatchSet, log
+from bubblescope.capture.steps import Row, StepBuffer, StepRule, columns
+from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
+from bubblescope.capture.writer import SCHEMA_VERSION, RankWriter, write_job_file
+from bubblescope.errors import UsageError
+from bubblescope.model.kinds import FROM_SHORT, Kind, Lane
+
+MAX_ROWS = 200_000
+"""Rows kept of one step (some 100 bytes each); more are dropped and counted."""
+
+_HOST_LANES = (Lane.HOST, Lane.RANGE)
+
+
+@dataclass(frozen=True)
+class Options:
+    """every: record one step in so many. warmup: first steps flagged, which analysis leaves out.
+    max_steps: stop recording after so many recorded steps; None = until stopped."""
+
+    every: int = 1
+    warmup: int = 1
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, it must be at least 1")
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}, it must be at least 0")
+
+
+class Recorder:
+    """One per process: owns the patches, the open step and the file. Hooks call its methods.
+
+    Thread-safe: rows may come from several threads. In a forked child (a DataLoader worker) it is inert.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], options: Options | None = None) -> None:
+        self.folder = Path(folder)
+        self.options = options or Options()
+        self.patches = PatchSet()
+        self.writer = RankWriter(self.folder, self.patches.warn)
+        self.running = False
+        self.framework = ""
+        self.recorded_steps = 0
+        self._clock = environment.clock_anchor()
+        self._lock = threading.RLock()
+        self._timer: Timer | None = None
+        self._rule = StepRule(self._open_step, self._close_step)
+        self._layout: dict[str, Any] | None = None
+        self._chunks: dict[int, int] = {}
+        self._dropped: dict[str, int] = {}
+        self._hits: dict[str, int] = {}
+        self._own_ns = 0
+        self._told = 0
+        self._error = ""
+
+    # ---- life
+
+    def start(self) -> None:
+        """Install the hooks. Raises UsageError when this process already records."""
+        global _active
+        if _active is not None and _active.running:
+            raise UsageError(
+                f"this process already records, into {_active.folder}",
+                hint="one recorder per process: stop the other one first",
+            )
+        warning = connections_warning()
+        if warning and self.options.every == 1:
+            self.patches.warn(warning)
+        hooks.install(self)
+        self.running = True
+        _active = self
+        atexit.register(self.stop)
+
+    def stop(self, error: str = "") -> None:
+        """Restore every original, write what is complete and an end line. Calling it again does nothing."""
+        global _active
+        if not self.running:
+            return
+        self.running = False
+        if _active is self:
+            _active = None
+        self.patches.restore()
+        atexit.unregister(self.stop)
+        try:
+            self._finish(error)
+        except Exception as problem:  # ours; a job that ends must end as it would without us
+            self.patches.warn(f"the end of the recording was lost: {type(problem).__name__}: {problem}")
+
+    def _finish(self, error: str) -> None:
+        with self._lock:
+            self._error = error
+            self._rule.finish()
+            if self._timer is not None:
+                for buffer in self._timer.drain(wait_s=2.0):
+                    self._submit(buffer)
+            self._start_writer()
+            self.writer.submit(self._end_line)
+        self.writer.close()
+
+    def abandon(self) -> None:
+        """In a forked child: put the originals back and never write; the parent goes on recording."""
+        global _active
+        self.running = False
+        _active = None
+        self.writer.abandon()
+        atexit.unregister(self.stop)
+        self.patches.restore()
+
+    # ---- what hooks ask
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the open step is being recorded (`every`), so that hooks can leave at once when not."""
+        return self._rule.current.sampled
+
+    def mark(self) -> Any:
+        """Now, on the device's timeline: ns on CPU, an event mark on CUDA, None before the device is known."""
+        timer = self._timer
+        return None if timer is None else timer.mark()
+
+    def add(
+        self,
+        kind: Kind,
+        lane: Lane,
+        start: Any,
+        end: Any,
+        *,
+        stage: int = -1,
+        microbatch: int = -1,
+        peer: int = -1,
+        bytes: int = -1,
+        group: str = "",
+        seq: int = -1,
+        name: str = "",
+        host_end_ns: int = -1,
+    ) -> None:
+        """Record one row. start, end: from `mark`, or host ns for the lanes HOST and RANGE. microbatch: within its
+        schedule call; it is numbered on through the step here."""
+        if start is None or end is None:
+            return
+        timer = self._timer
+        device = -1 if lane in _HOST_LANES or timer is None else timer.device_index
+        if host_end_ns >= 0 and isinstance(start, int):
+            host_end_ns = -1
+        with self._lock:
+            buffer = self._rule.current
+            if len(buffer.rows) >= MAX_ROWS:
+                self.drop("rows-per-step")
+                return
+            row = Row(
+                kind, lane, stage, self._chunks.get(stage, -1),
+                microbatch + buffer.offset if microbatch >= 0 else -1,
+                start, end, peer, bytes, group, seq, device, name, -1, host_end_ns,
+            )  # fmt: skip
+            buffer.rows.append(row)
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Count rows that were lost, for the next line."""
+        with self._lock:
+            self._dropped[reason] = self._dropped.get(reason, 0) + count
+
+    def forward_begins(self, device_type: str, device_index: int) -> None:
+        """A forward is about to run on that device: it may open a step."""
+        if self._timer is None:
+            self._choose_timer(device_type, device_index)
+        if self._rule.current.optimizer_seen:
+            with self._lock:
+                self._rule.work_begins()
+        self._rule.current.busy = True
+
+    def data_begins(self) -> None:
+        """Data loading begins: it may open a step."""
+        with self._lock:
+            self._rule.work_begins()
+
+    def schedule_begins(self, layout: dict[str, Any], training: bool) -> None:
+        """A schedule call begins. layout: the layout line's fields (see CONTRACT.md "Recording"), with
+        ``stages``, ``microbatches`` and ``device`` {type, index, name}."""
+        with self._lock:
+            if self._timer is None:
+                device = layout["device"]
+                self._choose_timer(device["type"], device["index"])
+            if layout != self._layout:
+                self._layout = layout
+                self._chunks = {stage: i for i, stage in enumerate(sorted(layout["stages"]))}
+                self._start_writer()
+                self.writer.submit(partial(_layout_line, dict(layout)))
+            self._rule.schedule_begins(layout["microbatches"], training)
+
+    def schedule_ends(self, failed: bool = False) -> None:
+        """The schedule call returned, or raised."""
+        with self._lock:
+            if not failed:
+                self._rule.schedule_ends()
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer step ended."""
+        with self._lock:
+            self._rule.optimizer_stepped()
+
+    def step(self) -> None:
+        """The user's own loop says that a step ends here (`bubblescope.step`)."""
+        with self._lock:
+            self._rule.step()
+
+    # ---- steps and lines
+
+    def _choose_timer(self, device_type: str, device_index: int) -> None:
+        if device_type == "cuda":
+            self._timer = cuda_timer(max(device_index, 0))
+            return
+        self._timer = HostTimer()
+        if device_type != "cpu":
+            self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
+
+    def _open_step(self, index: int) -> StepBuffer:
+        return StepBuffer(
+            index,
+            warmup=index < self.options.warmup,
+            sampled=index % self.options.every == 0,
+        )
+
+    def _close_step(self, buffer: StepBuffer) -> None:
+        if not buffer.sampled or not buffer.rows:
+            return
+        ready = [buffer] if self._timer is None else self._timer.close(buffer)
+        for finished in ready:
+            self._submit(finished)
+        if not buffer.evaluation and not buffer.partial:
+            self.recorded_steps += 1
+        limit = self.options.max_steps
+        if limit is not None and self.recorded_steps >= limit and self.running:
+            self.stop()
+
+    def _submit(self, buffer: StepBuffer) -> None:
+        self._start_writer()
+        line = partial(_step_line, buffer, self._account())
+        if not self.writer.submit(line):
+            self.drop("queue-full", len(buffer.rows))
+
+    def _account(self) -> dict[str, Any]:
+        """What happened since the last line: hook hits, losses, own time, warnings."""
+        hits = {label: hook.hits for label, hook in self.patches.hooks.items()}
+        since = {label: n - self._hits.get(label, 0) for label, n in hits.items()}
+        own = sum(hook.own_ns for hook in self.patches.hooks.values())
+        made = {
+            "hits": {label: n for label, n in since.items() if n},
+            "own_ns": own - self._own_ns,
+            "clock": (perf_counter_ns(), time.time_ns()),
+            "timing": "events" if self._timer is not None and self._timer.device_type == "cuda" else "host",
+            **self._losses(),
+        }
+        self._hits, self._own_ns = hits, own
+        return made
+
+    def _losses(self) -> dict[str, Any]:
+        dropped, self._dropped = self._dropped, {}
+        for reason, count in (self._timer.dropped() if self._timer is not None else {}).items():
+            dropped[reason] = dropped.get(reason, 0) + count
+        warnings = self.patches.warnings[self._told :]
+        self._told += len(warnings)
+        made: dict[str, Any] = {}
+        if dropped:
+            made["dropped"] = dropped
+        if warnings:
+            made["warnings"] = warnings
+        return made
+
+    def _start_writer(self) -> None:
+        if self.writer.started:
+            return
+        rank, world = environment.rank_and_world()
+        header = {
+            "kind": "header",
+            "schema_version": SCHEMA_VERSION,
+            "rank": rank,
+            "world": world,
+            "framework": self.framework,
+            "clock": self._clock,
+            "hooks": {"installed": sorted(self.patches.hooks), "refused": dict(self.patches.refused)},
+            "options": {
+                "every": self.options.every,
+                "warmup": self.options.warmup,
+                "max_steps": self.options.max_steps,
+            },
+            **environment.describe_process(),
+        }
+        self.writer.start(rank, partial(_header_line, self.folder, header))
+
+    def _end_line(self) -> dict[str, Any]:
+        return {
+            "kind": "end",
+            "steps": self.recorded_steps,
+            "error": self._error,
+            "clock": environment.clock_anchor(),
+            "lost_lines": self.writer.lost_lines,
+            "hits": {label: hook.hits for label, hook in self.patches.hooks.items()},
+            **self._losses(),
+        }
+
+
+def _header_line(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """Built on the writer's thread, because job.json is a file too."""
+    job = {key: header[key] for key in ("schema_version", "world", "job", "framework", "versions", "host")}
+    write_job_file(folder, header["rank"], {**job, "started_ns": header["clock"][1]})
+    return header
+
+
+def _layout_line(layout: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "layout", **layout}
+
+
+def _step_line(buffer: StepBuffer, account: dict[str, Any]) -> dict[str, Any]:
+    flags = {name: True for name in ("warmup", "partial") if getattr(buffer, name)}
+    if buffer.evaluation:
+        flags["eval"] = True
+    return {"kind": "step", "step": buffer.index, **flags, **columns(buffer.rows), **account, **buffer.extra}
+
+
+# ---- the one recorder of this process, and the public functions
+
+_active: Recorder | None = None
+
+
+def active() -> Recorder | None:
+    """The recorder of this process, if it records."""
+    return _active
+
+
+def _after_fork_in_child() -> None:
+    if _active is not None:
+        _active.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Recording:
+    """Handle of a started recording: a context manager with `stop`."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is written; None when this handle records nothing."""
+        return None if self._recorder is None else self._recorder.folder
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self._recorder
+
+    def stop(self) -> None:
+        """Stop recording, restore the framework, write the end line. Calling it again does nothing."""
+        if self._recorder is not None:
+            self._recorder.stop()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.stop(kind.__name__ if kind is not None else "")
+
+
+def record(
+    folder: str | os.PathLike[str], *, every: int = 1, warmup: int = 1, max_steps: int | None = None
+) -> Recording:
+    """Record this rank's pipeline work into `folder`, until the ``with`` block (or the process) ends.
+
+    Call it in every rank; one folder per job. Recording starts at once, also without ``with``.
+    every: record one step in so many. warmup: first steps, flagged so that analysis leaves them out (they set up
+    communicators and infer shapes). max_steps: stop by itself after so many recorded steps.
+    Raises UsageError on options that make no sense. When this process already records, that recording goes on and
+    the handle does nothing.
+
+    >>> import bubblescope
+    >>> with bubblescope.record("runs/x"):  # doctest: +SKIP
+    ...     train()
+    """
+    recorder = Recorder(folder, Options(every, warmup, max_steps))
+    if _active is not None and _active.running:
+        log.warning("bubblescope: this process already records into %s; that goes on", _active.folder)
+        return Recording(None)
+    try:
+        recorder.start()
+    except UsageError:
+        raise
+    except Exception as error:  # a framework that we do not understand must not cost the user the training run
+        recorder.patches.restore()
+        log.warning("bubblescope: nothing is recorded: %s: %s", type(error).__name__, error)
+        return Recording(None)
+    return Recording(recorder)
+
+
+def instrument(
+    schedule_or_engine: Any,
+    out: str | os.PathLike[str],
+    *,
+    every: int = 1,
+    warmup: int = 1,
+    max_steps: int | None = None,
+) -> Recording:
+    """Record the pipeline that this schedule object runs; `stop` on the handle ends it.
+
+    Raises UsageError when it is not an object of a framework that bubblescope has hooks for.
+    """
+    framework = hooks.framework_of(schedule_or_engine)
+    if framework is None:
+        raise UsageError(
+            f"{type(schedule_or_engine).__module__}.{type(schedule_or_engine).__qualname__} is not a pipeline "
+            "schedule that bubblescope knows",
+            hint="pass a torch.distributed.pipelining schedule, or mark your own loop with bubblescope.span and "
+            "bubblescope.step",
+        )
+    return record(out, every=every, warmup=warmup, max_steps=max_steps)
+
+
+@contextmanager
+def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
+    """Mark one operation of a pipeline that no hook knows. Costs nothing when nothing is recorded.
+
+    kind: "F", "B", "I", "W" or the name of a `Kind` ("loss", "optimizer", "data", "collective").
+    stage: global (virtual) stage. microbatch: 0-based within the step. Raises UsageError on an unknown kind.
+
+    >>> with span("F", stage=0, microbatch=3):
+    ...     pass
+    """
+    recorder = _active
+    meant = _kind(kind)
+    if recorder is None or not recorder.running:
+        yield
+        return
+    if meant in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        recorder.forward_begins(*hooks.default_device())
+    lane = _LANE_OF.get(meant, Lane.COMPUTE)
+    start = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
+    yield
+    if recorder.running and recorder.sampled:
+        end = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
+        recorder.add(meant, lane, start, end, stage=stage, microbatch=microbatch)
+
+
+def step() -> None:
+    """Say that an optimizer step of your own training loop ends here (see `span`)."""
+    if _active is not None and _active.running:
+        _active.step()
+
+
+_LANE_OF = {
+    Kind.SEND: Lane.WAIT,
+    Kind.RECV: Lane.WAIT,
+    Kind.COLLECTIVE: Lane.WAIT,
+    Kind.MEMCPY: Lane.COPY,
+    Kind.DATA: Lane.HOST,
+    Kind.HOST: Lane.HOST,
+    Kind.LAUNCH: Lane.HOST,
+    Kind.STEP: Lane.RANGE,
+}
+
+
+def _kind(kind: Kind | str) -> Kind:
+    if isinstance(kind, Kind):
+        return kind
+    found = FROM_SHORT.get(kind) or Kind.__members__.get(kind.upper())
+    if found is None:
+        raise UsageError(
+            f"'{kind}' is not a kind of work",
+            hint=f"use F, B, I, W, or one of {', '.join(k.name.lower() for k in Kind)}",
+        )
+    return found
