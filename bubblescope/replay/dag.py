@@ -112,8 +112,8 @@ def _index(actions: Sequence[Action], rank: Sequence[int]) -> dict[tuple[int, st
             key = (action.stage, role, action.microbatch)
             if found.setdefault(key, op) != op:
                 raise ScheduleError(
-                    f"{action} on position {rank[op]} repeats what {actions[found[key]]} does: a stage runs forward, "
-                    "input gradient and weight gradient of a micro-batch only once"
+                    f"{action} on position {rank[op]} repeats what {actions[found[key]]} does: a stage runs "
+                    "forward, input gradient and weight gradient of a micro-batch only once"
                 )
     return found
 

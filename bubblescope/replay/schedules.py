@@ -203,11 +203,13 @@ def peak_activations(orders: Orders) -> list[int]:
 
 @dataclass(frozen=True)
 class Recognised:
-    """What schedule an order looks like. confidence: 0..1. how: one sentence for the reader."""
+    """What schedule an order looks like. confidence: 0..1. how: one sentence for the reader. exact: whether every
+    place of every position agrees."""
 
     name: str
     confidence: float
     how: str
+    exact: bool = False
 
 
 def recognise(orders: Orders, stages: int | None = None, chunks: int | None = None) -> Recognised:
@@ -235,7 +237,7 @@ def recognise(orders: Orders, stages: int | None = None, chunks: int | None = No
         )
     sure = best / len(equal) if len(equal) > 1 else best
     sure *= 1.0 if len(seen) == p else 0.5 + 0.5 * len(seen) / p
-    return Recognised(equal[0], round(sure, 4), _how(best, equal, len(seen), p))
+    return Recognised(equal[0], round(sure, 4), _how(best, equal, len(seen), p), best == 1 and len(seen) == p)
 
 
 def _how(best: float, equal: list[str], seen: int, p: int) -> str:
