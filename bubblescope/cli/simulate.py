@@ -211,9 +211,7 @@ def timeline(sim: Simulation, width: int) -> list[Text]:
         lines.append(line)
     axis = f"{sim.makespan:.6g}"
     lines.append(Text("      0" + axis.rjust(width - 1)))
-    lines.append(
-        Text("      F forward  B backward  I input gradient  W weight gradient  . idle; small: odd chunk")
-    )
+    lines.append(Text(f"      {LEGEND}"))
     return lines
 
 
