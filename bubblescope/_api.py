@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from bubblescope.align import prepare
 from bubblescope.ingest import read
 from bubblescope.model.run import Run
+from bubblescope.replay.schedules import canonical
 from bubblescope.report.build import Report, ReportOptions, build
 
 PathLike = str | os.PathLike[str]
@@ -45,7 +46,7 @@ def analyze(
         currency=currency,
         gpus=gpus,
         total_steps=total_steps,
-        schedule=schedule,
+        schedule=None if schedule is None else canonical(schedule),
         microbatches=microbatches,
         stages=stages,
     )

@@ -137,6 +137,7 @@ def analyze(
 
     PATH is a file, a folder, a glob or an fsspec URL. Prints a summary; writes only what is asked for.
     """
+    from bubblescope.replay.schedules import canonical
     from bubblescope.report.build import ReportOptions
 
     options = ReportOptions(
@@ -144,7 +145,7 @@ def analyze(
         currency=currency,
         gpus=gpus,
         total_steps=total_steps,
-        schedule=schedule,
+        schedule=None if schedule is None else canonical(schedule),
         microbatches=microbatches,
         stages=stages,
     )
@@ -178,7 +179,7 @@ def deliver(report: Report, outputs: Outputs) -> None:
             page.parent.mkdir(parents=True, exist_ok=True)
             html.write(report, page)
     for target in outputs.json_files:
-        write_text(json.dumps(report), target)
+        write_text(json.render(report), target)
     if outputs.csv is not None:
         with writing(outputs.csv):
             csv.write(report, outputs.csv)

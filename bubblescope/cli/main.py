@@ -34,7 +34,10 @@ COMMANDS = {
     "cost": Entry("bubblescope.cli.cost:cost", "What a bubble of so many milliseconds costs."),
     "demo": Entry("bubblescope.cli.demo:demo", "Train a small pipeline here, record it, report its bubbles."),
     "doctor": Entry("bubblescope.cli.doctor:doctor", "What can be recorded on this machine, and what is missing."),
-    "simulate": Entry("bubblescope.cli.simulate:simulate", "Replay a schedule: makespan, idle time, ratios."),
+    "simulate": Entry(
+        "bubblescope.cli.simulate:simulate",
+        "Replay a schedule with the times you give: makespan, ratios, idle time by GPU and phase.",
+    ),
 }
 
 EXIT_BUG = 1

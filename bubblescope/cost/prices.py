@@ -55,9 +55,7 @@ def money(hours: float | None, price_per_gpu_hour: float | None) -> float | None
     return None if hours is None else _finite("GPU-hours", hours) * price
 
 
-def loss(
-    seconds_per_step: float, *, steps: float, gpus: int = 1, price_per_gpu_hour: float | None = None
-) -> Loss:
+def loss(seconds_per_step: float, *, steps: float, gpus: int = 1, price_per_gpu_hour: float | None = None) -> Loss:
     """All four figures at once.
 
     >>> found = loss(0.010, steps=10_000_000, gpus=8, price_per_gpu_hour=2.5)

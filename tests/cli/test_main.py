@@ -72,7 +72,8 @@ def test_the_overview_lists_every_command_and_imports_none(bubblescope: Runner) 
     done = bubblescope("--help")
     assert done.returncode == 0
     for name, entry in cli.COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(entry.summary)}", done.stdout, re.MULTILINE)
+        assert f"\n  {name} " in done.stdout
+        assert entry.summary in " ".join(done.stdout.split())
 
 
 def test_help_loads_no_library_that_is_slow_to_import() -> None:

@@ -1,0 +1,112 @@
+"""`bubblescope analyze` writes what was asked for, nothing else, and fails as promised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import Runner
+from fake_report import build
+
+from bubblescope.cli import analyze as command
+from bubblescope.errors import InputError, ThresholdExceeded, UsageError
+
+
+def test_a_path_that_is_not_there_is_exit_3_with_the_path_and_a_hint(bubblescope: Runner) -> None:
+    done = bubblescope("analyze", "nowhere.json")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "nowhere.json" in done.stderr
+    assert "\nhint: " in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("content", ["", "{", "hello", '{"traceEvents": []}', "\x00\x01\x02", "[]", "null"])
+def test_a_file_that_is_no_trace_is_exit_3_and_never_a_traceback(
+    content: str, bubblescope: Runner, tmp_path: Path
+) -> None:
+    (tmp_path / "x.json").write_text(content)
+    done = bubblescope("analyze", "x.json", "--json", "-")
+    assert done.returncode == 3, done.stderr
+    assert "x.json" in done.stderr
+    assert "\nhint: " in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (),
+        ("x", "--fail-above", "1.5"),
+        ("x", "--price-per-gpu-hour", "-1"),
+        ("x", "--gpus", "0"),
+        ("x", "--engine", "spark"),
+        ("x", "--scheduler", "tcp://127.0.0.1:1"),
+        ("x", "--engine", "dask"),
+    ],
+)
+def test_wrong_options_are_wrong_usage(wrong: tuple[str, ...], bubblescope: Runner) -> None:
+    done = bubblescope("analyze", *wrong)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
+def test_out_means_the_page_and_the_json_and_each_option_adds_its_own(tmp_path: Path) -> None:
+    outputs = command.Outputs(
+        out=tmp_path / "o",
+        html=tmp_path / "h" / "page.html",
+        json=str(tmp_path / "j" / "data.json"),
+        csv=tmp_path / "c",
+        perfetto=tmp_path / "p" / "trace.json",
+    )
+    command.deliver(build(), outputs)
+    made = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"o/report.html", "o/report.json", "h/page.html", "j/data.json", "p/trace.json", "c/gpus.csv"} <= made
+    assert {m.partition("/")[0] for m in made} == set("ohjcp")
+    assert (tmp_path / "o" / "report.json").read_bytes() == (tmp_path / "j" / "data.json").read_bytes()
+
+
+def test_without_an_output_option_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command.deliver(build(), command.Outputs())
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out.strip()
+
+
+def test_json_on_stdout_leaves_no_room_for_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    command.deliver(build(), command.Outputs(json="-"))
+    assert json.loads(capsys.readouterr().out)["schema_version"] == 1
+
+
+def test_the_limit_is_exceeded_only_above_it() -> None:
+    report = build()
+    fraction = report.data["bubble"]["fraction"]
+    command.check_threshold(report, None)
+    command.check_threshold(report, fraction)
+    with pytest.raises(ThresholdExceeded, match=f"{fraction:.4f}"):
+        command.check_threshold(report, fraction - 0.001)
+
+
+def test_a_bubble_that_could_not_be_measured_does_not_pass_the_limit() -> None:
+    report = build()
+    report.data["bubble"]["fraction"] = None
+    with pytest.raises(InputError, match="cannot be measured"):
+        command.check_threshold(report, 0.9)
+
+
+def test_one_job_reads_in_this_process_and_several_in_a_pool() -> None:
+    with command.reading_pool("local", None, None) as none:
+        assert none is None
+    with command.reading_pool("local", None, 1) as one:
+        assert one is None
+    with command.reading_pool("local", None, 2) as pool:
+        assert pool is not None
+        assert list(pool.map(abs, [-1, -2])) == [1, 2]
+
+
+def test_a_dask_scheduler_that_is_not_named_is_asked_for() -> None:
+    with pytest.raises(UsageError, match="address"), command.reading_pool("dask", None, None):
+        pass
