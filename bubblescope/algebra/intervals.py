@@ -128,3 +128,14 @@ def measure_before(a: Set, points: ArrayLike) -> Int:
     inside = np.where(i > 0, np.minimum(x, a[1][np.maximum(i - 1, 0)]) - a[0][np.maximum(i - 1, 0)], 0)
     result: Int = done[np.maximum(i - 1, 0)] + inside
     return result
+
+
+def rows_by(key: NDArray[np.integer]) -> list[tuple[int, Int]]:
+    """Row numbers of each distinct key, ascending in both; one sort, however many keys there are.
+
+    >>> [(k, rows.tolist()) for k, rows in rows_by(np.array([7, 3, 7]))]
+    [(3, [1]), (7, [0, 2])]
+    """
+    order = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[order], return_index=True)
+    return [(int(k), rows) for k, rows in zip(keys, np.split(order, first[1:]), strict=True)] if len(keys) else []

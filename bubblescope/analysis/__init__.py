@@ -1,0 +1,1 @@
+"""What was measured, carved exactly: windows, operations, idle time, gaps, phases. Nothing is replayed here."""

@@ -1,0 +1,210 @@
+"""Step windows (ATTRIBUTION.md §2): per GPU they tile time; across GPUs of one clock they share their edges.
+
+A window ends where the last optimizer operation of the step ends. Taken per GPU alone, that would push the
+cooldown of the stages that finish early into the next step's warmup, and the closed forms of §6 could not hold.
+So, where clocks are aligned, step k ends for all at T_k, the latest such end of any GPU; only a GPU that has
+already begun step k+1 by then has its edge at that beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.algebra.intervals import rows_by
+from bubblescope.model import Kind, Lane, Notice, Run, Spans
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    index: int
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """One row per (rank, step) that was finished, sorted by rank, then step.
+
+    rank, step: shape (w,). start_ns, end_ns: the window. first: bool, no step before it was seen, so it starts at
+    the first thing it did. close_ns: T_k of its step (equal to end_ns where clocks are not aligned).
+    base_ns: T_{k-1}, from which the replay counts.
+    """
+
+    rank: Int
+    step: Int
+    start_ns: Int
+    end_ns: Int
+    close_ns: Int
+    base_ns: Int
+    first: NDArray[np.bool_]
+    skipped: tuple[Skipped, ...] = ()
+    notices: tuple[Notice, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def steps(self) -> Int:
+        return np.unique(self.step)
+
+    def of_rank(self, rank: int) -> slice:
+        return slice(int(np.searchsorted(self.rank, rank, "left")), int(np.searchsorted(self.rank, rank, "right")))
+
+    def locate(self, rank: Int, time_ns: Int) -> Int:
+        """For each (rank, time) the row of the window [start, end) that holds it, -1 when none does."""
+        result = np.full(len(rank), -1, dtype=np.int64)
+        for r, mine in rows_by(rank):
+            rows = self.of_rank(r)
+            if rows.start == rows.stop:
+                continue
+            t = time_ns[mine]
+            i = np.searchsorted(self.start_ns[rows], t, "right") - 1
+            inside = (i >= 0) & (t < self.end_ns[rows][np.maximum(i, 0)])
+            result[mine[inside]] = rows.start + i[inside]
+        return result
+
+
+def find_windows(run: Run) -> Windows:
+    """Windows of every finished step of every rank; warm-up steps are skipped and named.
+
+    Example: ranks 0 and 1, one clock, optimizer of step 0 ends at 90 and 100, of step 1 at 190 and 200, first
+    operation of step 1 at 105 on both: windows of step 1 are [100, 200) on both.
+    """
+    edges = _edges(run.spans)
+    if edges is None:
+        return _empty()
+    edges = _drop_unfinished(edges)
+    skipped = _skipped(run, np.unique(edges.step))
+    starts, ends, closes, bases, first = _place(edges, aligned=run.clock.aligned)
+    keep = ~np.isin(edges.step, [s.index for s in skipped]) & (ends > starts)
+    return Windows(
+        edges.rank[keep],
+        edges.step[keep],
+        starts[keep],
+        ends[keep],
+        closes[keep],
+        bases[keep],
+        first[keep],
+        skipped,
+        _edge_notices(edges),
+    )
+
+
+def _empty() -> Windows:
+    z = np.empty(0, dtype=np.int64)
+    return Windows(z, z, z, z, z, z, np.empty(0, dtype=np.bool_))
+
+
+@dataclass(frozen=True, eq=False)
+class _Edges:
+    """Per (rank, step): the first thing seen, the first device operation, the own end and how it was found."""
+
+    rank: Int
+    step: Int
+    begin_ns: Int
+    busy_from_ns: Int
+    own_end_ns: Int
+    by_optimizer: NDArray[np.bool_]
+    finished: NDArray[np.bool_]
+
+
+def _edges(spans: Spans) -> _Edges | None:
+    known = spans.step >= 0
+    if not known.any():
+        return None
+    width = int(spans.step.max()) + 1
+    key = spans.rank.astype(np.int64) * width + spans.step
+    keys = np.unique(key[known])
+    place = np.searchsorted(keys, key)
+    device = known & (spans.device >= 0)
+    compute = device & (spans.lane == Lane.COMPUTE)
+    marker = known & (spans.kind == Kind.STEP)
+    optimizer = compute & (spans.kind == Kind.OPTIMIZER)
+
+    def least(mask: NDArray[np.bool_]) -> Int:
+        out = np.full(len(keys), np.iinfo(np.int64).max)
+        np.minimum.at(out, place[mask], spans.start_ns[mask])
+        return out
+
+    def most(mask: NDArray[np.bool_]) -> Int:
+        out = np.full(len(keys), np.iinfo(np.int64).min)
+        np.maximum.at(out, place[mask], spans.end_ns[mask])
+        return out
+
+    by_optimizer = np.isin(keys, np.unique(key[optimizer]))
+    has_compute = np.isin(keys, np.unique(key[compute]))
+    begin = np.minimum(least(known & ((spans.lane != Lane.HOST) | marker)), least(device))
+    # Kernels may outlive the marker's CPU end, and the last wait (a send) may outlive the last kernel.
+    fallback = most(device)
+    own_end = np.where(by_optimizer, most(optimizer), fallback)
+    ranks = keys // width
+    # A rank whose other steps end with an optimizer has not finished a step that lacks one.
+    rank_has = np.isin(ranks, np.unique(ranks[by_optimizer]))
+    finished = has_compute & (by_optimizer | ~rank_has)
+    return _Edges(ranks, keys % width, begin, least(device), own_end, by_optimizer, finished)
+
+
+def _drop_unfinished(e: _Edges) -> _Edges:
+    k = e.finished
+    return _Edges(
+        e.rank[k],
+        e.step[k],
+        e.begin_ns[k],
+        e.busy_from_ns[k],
+        e.own_end_ns[k],
+        e.by_optimizer[k],
+        e.finished[k],
+    )
+
+
+def _skipped(run: Run, steps: Int) -> tuple[Skipped, ...]:
+    """Warm-up steps named by the recorder, as long as something else remains to analyse."""
+    warm = {int(s) for s in run.source.details.get("warmup_steps", ())} & {int(s) for s in steps}
+    if len(warm) >= len(steps):
+        return ()
+    why = "warm-up: communicators, metadata inference and autotuning happen here"
+    return tuple(Skipped(s, why) for s in sorted(warm))
+
+
+def _place(e: _Edges, *, aligned: bool) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
+    """start, end, T_k, T_{k-1} and "first" per row; rows are sorted by rank, then step."""
+    n = len(e.rank)
+    follows = np.zeros(n, dtype=np.bool_)
+    if n:
+        follows[1:] = (e.rank[1:] == e.rank[:-1]) & (e.step[1:] == e.step[:-1] + 1)
+    steps, where = np.unique(e.step, return_inverse=True)
+    close_of = np.full(len(steps), np.iinfo(np.int64).min)
+    np.maximum.at(close_of, where, e.own_end_ns)
+    close = close_of[where] if aligned else e.own_end_ns.copy()
+    end = close.copy()
+    next_busy = np.full(n, np.iinfo(np.int64).max)
+    next_busy[:-1][follows[1:]] = e.busy_from_ns[1:][follows[1:]]
+    end = np.maximum(np.minimum(end, next_busy), e.own_end_ns)
+    # A step without a predecessor starts where the first of its ranks began.
+    begin_of = np.full(len(steps), np.iinfo(np.int64).max)
+    np.minimum.at(begin_of, where, e.begin_ns)
+    before = begin_of[where] if aligned else e.begin_ns
+    start = before.copy()
+    start[1:][follows[1:]] = end[:-1][follows[1:]]
+    previous_close = np.full(len(steps), np.iinfo(np.int64).min)
+    adjacent = np.flatnonzero(np.diff(steps) == 1)
+    previous_close[adjacent + 1] = close_of[adjacent]
+    base = np.where(previous_close[where] > np.iinfo(np.int64).min, previous_close[where], before)
+    if not aligned:
+        base = start
+    return start, end, close, base, ~follows
+
+
+def _edge_notices(e: _Edges) -> tuple[Notice, ...]:
+    if len(e.rank) and not e.by_optimizer.any():
+        return (
+            Notice(
+                "no-optimizer",
+                "no optimizer step was seen, so step windows end with the last operation of each step",
+            ),
+        )
+    return ()

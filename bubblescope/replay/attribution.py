@@ -1,0 +1,358 @@
+"""From a prepared `Run` to all gaps with their causes: replayed where a pipeline is whole, local elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.algebra import intervals
+from bubblescope.algebra.intervals import rows_by
+from bubblescope.analysis.idle import COMMUNICATION, DeviceSets, IdleTable, all_sets, measure
+from bubblescope.analysis.operations import (
+    COOLDOWN,
+    PHASES,
+    SPLIT,
+    STEADY,
+    WARMUP,
+    Operations,
+    find_operations,
+    is_pipeline,
+)
+from bubblescope.analysis.windows import Windows, find_windows
+from bubblescope.errors import ScheduleError
+from bubblescope.model import Kind, Notice, Run, Spans
+from bubblescope.replay.bases import BaseTable, find_bases
+from bubblescope.replay.causes import CAUSES, Decomposition, decompose, gap_bounds
+from bubblescope.replay.ladder import RUNGS, carve
+from bubblescope.replay.program import Node, Program, build_programs
+from bubblescope.replay.scenario import Replayed
+
+Int = NDArray[np.int64]
+Float = NDArray[np.float64]
+
+CAUSE_INDEX = {name: i for i, name in enumerate(CAUSES)}
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """All idle time of all windows, shape (g,), sorted by window, then start.
+
+    window: row of `Windows`. start_ns, end_ns. idle_ns: idle time within (a gap may hold stray compute).
+    before: row of `Operations` of the operation that ended the gap, or that the gap lies inside; -1 the window's
+    end. inside: the idle time within one operation. phase: index into `PHASES`. causes: shape (g, c), ns, signed,
+    sums to idle_ns. rungs: shape (g, 5), ns (`RUNGS`), sums to end - start; nan where nothing was matched.
+    culprit: row of `Operations` at the other end, -1 nobody; taken: waited for the peer to take a message.
+    """
+
+    window: Int
+    start_ns: Int
+    end_ns: Int
+    idle_ns: Int
+    before: Int
+    inside: NDArray[np.bool_]
+    phase: Int
+    causes: Float
+    rungs: Float
+    culprit: Int
+    taken: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.window)
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """Everything concluded about a run. replayed: shape (w,), whether the window's causes come from the replay."""
+
+    run: Run
+    windows: Windows
+    operations: Operations
+    idle: IdleTable
+    gaps: Gaps
+    replayed: NDArray[np.bool_]
+    programs: tuple[Program, ...] = ()
+    decompositions: tuple[Decomposition, ...] = ()
+    bases: BaseTable | None = None
+    notices: tuple[Notice, ...] = ()
+    replay_refused: str = ""
+    sets: dict[int, DeviceSets] = field(default_factory=dict, repr=False)
+
+    def per_window(self, values: Float) -> Float:
+        """Sum a per-gap column (g,) or (g, c) over the gaps of each window: (w,) or (w, c)."""
+        out = np.zeros((len(self.windows), *values.shape[1:]))
+        np.add.at(out, self.gaps.window, values)
+        return out
+
+
+def attribute(run: Run) -> Attribution:
+    """Windows, operations, idle time, gaps and causes of a prepared run (labelled, matched, aligned)."""
+    windows = find_windows(run)
+    sets = all_sets(run, np.unique(windows.rank))
+    idle = measure(windows, sets)
+    operations = find_operations(run, windows)
+    programs, refused = _programs(run, windows, operations)
+    bases = find_bases(programs) if programs else None
+    replayed = np.zeros(len(windows), dtype=np.bool_)
+    parts: list[Gaps] = []
+    decompositions = []
+    for program in programs:
+        assert bases is not None
+        decomposition = decompose(program, bases, operations.phase)
+        decompositions.append(decomposition)
+        parts.append(_replayed_gaps(program, decomposition, windows, sets))
+        replayed[program.window[program.node == Node.BEGIN].reshape(-1)] = True
+    parts.append(_local_gaps(run, windows, operations, sets, ~replayed))
+    parts.append(_inside_gaps(windows, operations, sets))
+    notices = list(windows.notices)
+    if refused:
+        notices.append(Notice("replay-refused", f"the causes of waiting cannot be told apart: {refused}"))
+    return Attribution(
+        run,
+        windows,
+        operations,
+        idle,
+        _join(parts),
+        replayed,
+        tuple(programs),
+        tuple(decompositions),
+        bases,
+        tuple(notices),
+        refused,
+        sets,
+    )
+
+
+# --- when a replay is possible --------------------------------------------------------------------------------
+
+
+def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[Program], str]:
+    """The programs, or why there are none."""
+    if not is_pipeline(operations.kind).any():
+        return [], "no forward and backward operations of micro-batches were found"
+    if not run.clock.aligned:
+        return [], "the clocks of the ranks are not aligned"
+    whole = _whole_steps(run, windows)
+    if not len(whole):
+        return [], "no step is there for every rank of a pipeline"
+    keep = np.isin(windows.step, whole)
+    try:
+        programs = build_programs(run, windows, operations, keep)
+    except ScheduleError as error:
+        return [], str(error)
+    missing = [p for p in programs if _unmatched(p) > 0]
+    if missing and len(missing) == len(programs):
+        count = sum(_unmatched(p) * len(p.steps) for p in missing)
+        return [], f"{count} operations need an input from another rank and no message was matched to them"
+    return [p for p in programs if _unmatched(p) == 0], ""
+
+
+def _whole_steps(run: Run, windows: Windows) -> Int:
+    """Steps in which every stage of every seen replica has a window."""
+    needed = {int(r) for r in np.unique(windows.rank)}
+    if run.layout.missing_ranks:
+        return np.empty(0, dtype=np.int64)
+    steps, count = np.unique(windows.step, return_counts=True)
+    whole: Int = steps[count == len(needed)]
+    return whole
+
+
+def _unmatched(program: Program) -> int:
+    """Operations whose input comes from another rank (stage ± 1 elsewhere) without a matched message."""
+    op = (program.node == Node.OP) & (program.microbatch >= 0)
+    forward = op & (program.kind == Kind.FORWARD)
+    backward = op & np.isin(program.kind, (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    last = program.stage[forward].max(initial=-1)
+    own = set(zip(program.rank[op].tolist(), program.stage[op].tolist(), strict=True))
+    fed = set(program.messages.consumer.tolist())
+    lacking = 0
+    for rows, step, end in ((forward, -1, 0), (backward, 1, last)):
+        for node in np.flatnonzero(rows & (program.stage != end)):
+            local = (int(program.rank[node]), int(program.stage[node]) + step) in own
+            lacking += not local and int(node) not in fed
+    return lacking
+
+
+# --- gaps -----------------------------------------------------------------------------------------------------
+
+
+def _replayed_gaps(
+    program: Program, decomposition: Decomposition, windows: Windows, sets: dict[int, DeviceSets]
+) -> Gaps:
+    frame = decomposition.frame
+    begin = program.window[program.node == Node.BEGIN]
+    window = begin[frame.rank_row]
+    zero = np.array([int(windows.base_ns[windows.step == s].min()) for s in program.steps])
+    close = (windows.close_ns[begin] - zero).max(axis=0).astype(np.float64)
+    measured = Replayed(program.duration, program.start, program.end, close)
+    u, v = gap_bounds(program, frame, measured)
+    ladder = carve(program, frame, u, v)
+    start, end = (np.rint(t).astype(np.int64) + zero for t in (u, v))
+    idle = _idle_within(windows.rank, window.reshape(-1), start.reshape(-1), end.reshape(-1), sets)
+    causes = decomposition.causes.reshape(-1, len(CAUSES)).copy()
+    # R0 is the model; what was measured beyond it stays visible instead of being spread over the causes.
+    causes[:, CAUSE_INDEX["unexplained"]] = idle - causes.sum(axis=1)
+    before = np.where((frame.before >= 0)[:, None], program.operation[frame.before], -1)
+    culprit = np.where(
+        ladder.culprit >= 0, np.take_along_axis(program.operation, np.maximum(ladder.culprit, 0), axis=0), -1
+    )
+    phase = np.repeat(frame.phase, len(program.steps))
+    return Gaps(
+        window.reshape(-1),
+        start.reshape(-1),
+        end.reshape(-1),
+        idle,
+        before.reshape(-1),
+        np.zeros(len(idle), dtype=np.bool_),
+        phase,
+        causes,
+        ladder.rungs.reshape(-1, len(RUNGS)),
+        culprit.reshape(-1),
+        ladder.taken.reshape(-1),
+    )
+
+
+def _idle_within(rank_of: Int, window: Int, start: Int, end: Int, sets: dict[int, DeviceSets]) -> Int:
+    """Idle nanoseconds in each [start, end) of the window's rank; 0 where end < start."""
+    length: Int = np.maximum(end - start, 0)
+    out: Int = length.copy()
+    for rank, rows in rows_by(rank_of[window]):
+        busy = sets[rank].busy
+        low = intervals.measure_before(busy, start[rows])
+        out[rows] -= np.where(length[rows] > 0, intervals.measure_before(busy, end[rows]) - low, 0)
+    return out
+
+
+def _local_bounds(windows: Windows, operations: Operations, chosen: NDArray[np.bool_]) -> tuple[Int, ...]:
+    """(window, start, end, before, phase) of the gaps between operations in the chosen windows."""
+    rows = np.flatnonzero(chosen[operations.window])
+    chosen_windows = np.flatnonzero(chosen)
+    # Each gap starts where the window or an operation ends, and ends where the next operation or the window does.
+    from_window = np.concatenate([chosen_windows, operations.window[rows]])
+    starts = np.concatenate([windows.start_ns[chosen_windows], operations.end_ns[rows]])
+    first = np.concatenate([np.zeros(len(chosen_windows)), np.ones(len(rows))])
+    start = starts[np.lexsort((starts, first, from_window))]
+    to_window = np.concatenate([operations.window[rows], chosen_windows])
+    ends = np.concatenate([operations.start_ns[rows], windows.end_ns[chosen_windows]])
+    last = np.concatenate([np.zeros(len(rows)), np.ones(len(chosen_windows))])
+    order = np.lexsort((ends, last, to_window))
+    w, end = to_window[order], ends[order]
+    before = np.concatenate([rows, np.full(len(chosen_windows), -1)])[order]
+    phase = np.where(before >= 0, operations.phase[before] if len(operations) else COOLDOWN, COOLDOWN)
+    phase = np.where(phase == SPLIT, STEADY, phase)
+    end = np.minimum(end, windows.end_ns[w])
+    return w, np.clip(start, windows.start_ns[w], end), end, before, phase
+
+
+def _local_gaps(
+    run: Run,
+    windows: Windows,
+    operations: Operations,
+    sets: dict[int, DeviceSets],
+    chosen: NDArray[np.bool_],
+) -> Gaps:
+    """Gaps of windows that cannot be replayed: only what one rank can say by itself (§8)."""
+    w, start, end, before, phase = _local_bounds(windows, operations, chosen)
+    phase = np.where(_has_pipeline(operations, len(windows))[w], phase, STEADY)
+    idle = _idle_within(windows.rank, w, start, end, sets)
+    causes = _local_causes(run, windows, w, start, end, idle, sets)
+    n = len(w)
+    return Gaps(
+        w,
+        start,
+        end,
+        idle,
+        before,
+        np.zeros(n, dtype=np.bool_),
+        phase,
+        causes,
+        np.full((n, len(RUNGS)), np.nan),
+        np.full(n, -1, dtype=np.int64),
+        np.zeros(n, dtype=np.bool_),
+    )
+
+
+def _has_pipeline(operations: Operations, n_windows: int) -> NDArray[np.bool_]:
+    out = np.zeros(n_windows, dtype=np.bool_)
+    out[operations.window[is_pipeline(operations.kind)]] = True
+    return out
+
+
+def _local_causes(
+    run: Run, windows: Windows, w: Int, start: Int, end: Int, idle: Int, sets: dict[int, DeviceSets]
+) -> Float:
+    """data_loading and host_launch from the rank itself, bare collectives whole; P2P waits stay unexplained."""
+    causes = np.zeros((len(w), len(CAUSES)))
+    spans = run.spans
+    by_rank = dict(rows_by(spans.rank))
+    for rank, rows in rows_by(windows.rank[w]):
+        own = spans.take(by_rank[rank])
+        busy = sets[rank].busy
+        device = own.device >= 0
+        talks = device & np.isin(own.lane, COMMUNICATION)
+        collective = _bare(own, talks & (own.kind == Kind.COLLECTIVE), busy)
+        p2p = intervals.subtract(_bare(own, talks & (own.kind != Kind.COLLECTIVE), busy), collective)
+        taken = intervals.merge([busy, collective, p2p])
+        data = intervals.subtract(_set(own, own.kind == Kind.DATA), taken)
+
+        def within(chosen: intervals.Set, rows: Int = rows) -> Int:
+            low = intervals.measure_before(chosen, start[rows])
+            length: Int = np.maximum(intervals.measure_before(chosen, end[rows]) - low, 0)
+            return length
+
+        causes[rows, CAUSE_INDEX["data_loading"]] = within(data)
+        causes[rows, CAUSE_INDEX["exposed_collective"]] = within(collective)
+        if talks.any() or run.source.timing == "kernels":
+            known = within(data) + within(collective) + within(p2p)
+            causes[rows, CAUSE_INDEX["host_launch"]] = idle[rows] - known
+    causes[:, CAUSE_INDEX["unexplained"]] = idle - causes.sum(axis=1)
+    return causes
+
+
+def _set(spans: Spans, rows: NDArray[np.bool_]) -> intervals.Set:
+    return intervals.union(spans.start_ns[rows], spans.end_ns[rows])
+
+
+def _bare(spans: Spans, rows: NDArray[np.bool_], busy: intervals.Set) -> intervals.Set:
+    return intervals.subtract(_set(spans, rows), busy)
+
+
+def _inside_gaps(windows: Windows, operations: Operations, sets: dict[int, DeviceSets]) -> Gaps:
+    """Idle time within operations (kernels with pauses): bare communication, else late launches (§5)."""
+    w = operations.window
+    end = np.minimum(operations.end_ns, windows.end_ns[w])
+    start = np.minimum(operations.start_ns, end)
+    idle = _idle_within(windows.rank, w, start, end, sets)
+    rows = np.flatnonzero(idle > 0)
+    causes = np.zeros((len(rows), len(CAUSES)))
+    for rank, mine in rows_by(windows.rank[w[rows]]):
+        exposed = sets[rank].exposed
+        low = intervals.measure_before(exposed, start[rows[mine]])
+        bare = intervals.measure_before(exposed, end[rows[mine]]) - low
+        causes[mine, CAUSE_INDEX["exposed_collective"]] = bare
+        causes[mine, CAUSE_INDEX["host_launch"]] = idle[rows[mine]] - bare
+    n = len(rows)
+    phase = operations.phase[rows]
+    return Gaps(
+        w[rows],
+        start[rows],
+        end[rows],
+        idle[rows],
+        rows,
+        np.ones(n, dtype=np.bool_),
+        np.where(phase == SPLIT, WARMUP, phase),
+        causes,
+        np.full((n, len(RUNGS)), np.nan),
+        np.full(n, -1, dtype=np.int64),
+        np.zeros(n, dtype=np.bool_),
+    )
+
+
+def _join(parts: list[Gaps]) -> Gaps:
+    columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in Gaps.__dataclass_fields__}
+    order = np.lexsort((columns["start_ns"], columns["window"]))
+    return Gaps(**{name: column[order] for name, column in columns.items()})
+
+
+__all__ = ["CAUSES", "PHASES", "RUNGS", "Attribution", "Gaps", "attribute"]

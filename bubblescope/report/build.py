@@ -1,0 +1,157 @@
+"""`Report`: what was concluded about a run, as report.json (CONTRACT.md) and as tables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bubblescope.errors import InputError
+from bubblescope.model import Run
+from bubblescope.replay.attribution import Attribution, attribute
+from bubblescope.report import document, tables
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """price_per_gpu_hour in `currency`, None = hours only. gpus, total_steps: scale the cost to the whole job
+    (default: the world size and the steps seen). schedule, microbatches, stages overrule what the input says.
+    now: the clock, for reports that must not change."""
+
+    price_per_gpu_hour: float | None = None
+    currency: str = "USD"
+    gpus: int | None = None
+    total_steps: int | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    stages: int | None = None
+    now: datetime | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Everything the views need. data: report.json as a dict; the tables are pandas DataFrames, made when asked.
+
+    Times in tables are seconds from the start of the first analysed window.
+    """
+
+    data: dict[str, Any]
+    attribution: Attribution
+
+    @property
+    def run(self) -> Run:
+        return self.attribution.run
+
+    @cached_property
+    def ops(self) -> pd.DataFrame:
+        """rank, step, stage, chunk, microbatch, kind, start_s, end_s: operations, waits, posts, data loading."""
+        return tables.ops(self.attribution)
+
+    @cached_property
+    def gaps(self) -> pd.DataFrame:
+        """One idle gap a row: rank, step, start_s, end_s, idle_s, phase, cause (the largest), before, one column
+        per cause (signed seconds, sum = idle_s), the rungs of the readiness ladder, and who it waited for."""
+        return tables.gaps(self.attribution)
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """step, start_s, end_s, seconds, idle_fraction, outlier."""
+        return tables.steps(self.attribution)
+
+    @cached_property
+    def messages(self) -> pd.DataFrame:
+        """src, dst, direction, step, microbatch, send_s, recv_s, done_s of the matched messages."""
+        return tables.messages(self.attribution)
+
+    @cached_property
+    def ideal(self) -> pd.DataFrame:
+        """Operations of one step replayed balanced and without delays (R6); empty when nothing was replayed."""
+        return tables.ideal(self.attribution)
+
+    @cached_property
+    def stage_balance(self) -> pd.DataFrame:
+        """stage, F_s, B_s, I_s, W_s: base seconds per micro-batch of each virtual stage."""
+        return tables.stage_balance(self.attribution)
+
+    @cached_property
+    def gpus(self) -> pd.DataFrame:
+        return tables.flat(self.data["gpus"])
+
+    @cached_property
+    def causes(self) -> pd.DataFrame:
+        return tables.flat([{"cause": name, **row} for name, row in self.data["causes"].items()])
+
+    @cached_property
+    def p2p(self) -> pd.DataFrame:
+        return tables.flat(self.data["p2p"])
+
+    @cached_property
+    def advice(self) -> pd.DataFrame:
+        return tables.flat(self.data["advice"])
+
+    def to_json(self) -> str:
+        """report.json as text: strict JSON, unavailable figures are null."""
+        return _view("json").render(self)  # type: ignore[no-any-return]
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the one-file HTML report."""
+        target = Path(path)
+        _view("html").write(self, target)
+        return target
+
+    def timeline_figure(self, **options: Any) -> Any:
+        return _view("figures").timeline_figure(self, **options)
+
+    def causes_figure(self, **options: Any) -> Any:
+        return _view("figures").causes_figure(self, **options)
+
+    def steps_figure(self, **options: Any) -> Any:
+        return _view("figures").steps_figure(self, **options)
+
+    def balance_figure(self, **options: Any) -> Any:
+        return _view("figures").balance_figure(self, **options)
+
+    def heatmap_figure(self, **options: Any) -> Any:
+        return _view("figures").heatmap_figure(self, **options)
+
+
+def _view(name: str) -> Any:
+    """Views stand above the report and are found by name, only when somebody asks for one."""
+    import importlib
+
+    return importlib.import_module(f"bubblescope.views.{name}")
+
+
+def build(run: Run, options: ReportOptions | None = None) -> Report:
+    """Attribute and price a prepared run. Raises InputError when it shows no finished step of any rank."""
+    chosen = options or ReportOptions()
+    run = _overruled(run, chosen)
+    attribution = attribute(run)
+    if not len(attribution.windows):
+        raise InputError(
+            "no finished training step with device activity was found",
+            hint="record at least one whole step: a ProfilerStep range, an optimizer step or a schedule.step()",
+            where=", ".join(run.source.files[:3]),
+        )
+    now = chosen.now or datetime.now(UTC)
+    return Report(document.report_json(attribution, chosen, now), attribution)
+
+
+def _overruled(run: Run, options: ReportOptions) -> Run:
+    """The run with what the user said about it."""
+    given = {
+        "schedule": options.schedule,
+        "microbatches": options.microbatches,
+        "stages": options.stages,
+    }
+    changes = {k: v for k, v in given.items() if v is not None}
+    if not changes:
+        return run
+    how = {**run.layout.inferred, **dict.fromkeys(changes, "said by the user")}
+    return replace(run, layout=replace(run.layout, **changes, inferred=how))  # type: ignore[arg-type]

@@ -1,0 +1,396 @@
+"""report.json, schema_version 1 (CONTRACT.md): times in seconds, per step unless named otherwise."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope._version import __version__
+from bubblescope.analysis.operations import PHASES, is_pipeline
+from bubblescope.cost import prices
+from bubblescope.model import Notice
+from bubblescope.replay.attribution import CAUSE_INDEX, Attribution
+from bubblescope.replay.causes import CAUSES
+from bubblescope.replay.savings import Saving, savings
+from bubblescope.replay.scenario import Fix, replay
+from bubblescope.report import advice, facts, tables
+
+if TYPE_CHECKING:
+    from bubblescope.report.build import ReportOptions
+
+Float = NDArray[np.float64]
+NS = 1e-9
+SCHEMA_VERSION = 1
+TRUST_GATE = 0.05
+"""Above this share of the step, unexplained time or replay error means: do not trust the attribution (§6)."""
+
+OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
+"""Causes that would idle a GPU without any pipeline; the rest of the idle time is the bubble."""
+
+INTRINSIC = ("warmup", "cooldown", "schedule_steady")
+
+
+def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[str, Any]:
+    """The whole document, as plain Python values; None where a figure is unavailable (with a warning)."""
+    shape = facts.pipeline_shape(a)
+    notices = [*a.run.notices, *a.notices, *shape.notices]
+    found = savings(a.programs, a.bases) if a.bases is not None else {}
+    gpus = _gpus(a)
+    replay_block, replay_notices = _replay(a, gpus)
+    causes = _causes(a, gpus, found)
+    bubble = _bubble(a, gpus, shape)
+    cost = _cost(a, options, gpus, causes)
+    notices += replay_notices
+    notices += _unavailable(a, bubble)
+    actions = advice.suggest(a, shape, found, cost, trusted=bool(replay_block["trusted"]))
+    notices += actions.notices
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "bubblescope_version": __version__,
+        "created": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "source": _source(a, notices),
+        "pipeline": shape.document(),
+        "steps": _steps(a),
+        "gpus": gpus,
+        "bubble": bubble,
+        "causes": causes,
+        "p2p": _p2p(a),
+        "replay": replay_block,
+        "clock": _clock(a),
+        "cost": cost,
+        "advice": actions.rows,
+    }
+
+
+def _source(a: Attribution, notices: list[Notice]) -> dict[str, Any]:
+    run = a.run
+    unique = list(dict.fromkeys(notices))
+    return {
+        "format": run.source.format,
+        "files": list(run.source.files),
+        "timing": run.source.timing or None,
+        "ranks": [int(r) for r in run.layout.ranks] or run.ranks,
+        "world_size": run.layout.world_size,
+        "missing_ranks": run.layout.missing_ranks,
+        "framework": run.layout.framework,
+        "warnings": [{"code": n.code, "message": n.message, "file": n.where or None} for n in unique],
+    }
+
+
+def _steps(a: Attribution) -> dict[str, Any]:
+    number, length = tables.step_seconds(a)
+    low, middle, high = np.quantile(length, [0.05, 0.5, 0.95])
+    return {
+        "analysed": len(number),
+        "skipped": [{"index": s.index, "why": s.why} for s in a.windows.skipped],
+        "seconds_median": float(middle),
+        "seconds_p05": float(low),
+        "seconds_p95": float(high),
+    }
+
+
+# --- GPUs and causes ------------------------------------------------------------------------------------------
+
+
+def _gpus(a: Attribution) -> list[dict[str, Any]]:
+    """One row per rank: means over its finished windows, so that all sums hold as they do per window."""
+    ranks, where = np.unique(a.windows.rank, return_inverse=True)
+    count = np.bincount(where).astype(np.float64)
+
+    def mean(per_window: Float) -> Float:
+        out = np.zeros((len(ranks), *per_window.shape[1:]))
+        np.add.at(out, where, per_window)
+        result: Float = out * NS / count.reshape(-1, *[1] * (out.ndim - 1))
+        return result
+
+    causes = mean(a.per_window(a.gaps.causes))
+    by_phase = np.zeros((len(a.windows), len(PHASES)))
+    np.add.at(by_phase, (a.gaps.window, a.gaps.phase), a.gaps.idle_ns.astype(np.float64))
+    phases = mean(by_phase)
+    t = a.idle
+    columns = {
+        name: mean(values.astype(np.float64))
+        for name, values in {
+            "window": t.window_ns,
+            "busy": t.busy_ns,
+            "idle": t.idle_ns,
+            "exposed_comm": t.exposed_ns,
+            "copies": t.copies_ns,
+            "empty": t.empty_ns,
+        }.items()
+    }
+    excess = mean(_excess(a)) if a.bases is not None else None
+    return [
+        {
+            "rank": int(rank),
+            "stage": facts.stage_of(a.run.layout, int(rank)),
+            "steps": int(count[i]),
+            **{name: float(column[i]) for name, column in columns.items()},
+            "phases": {name: float(phases[i, j]) for j, name in enumerate(PHASES)},
+            "causes": {name: float(causes[i, j]) for j, name in enumerate(CAUSES)},
+            "excess_compute": None if excess is None else float(excess[i]),
+            "contention": None,
+        }
+        for i, rank in enumerate(ranks)
+    ]
+
+
+def _excess(a: Attribution) -> Float:
+    """Per window, ns: compute beyond the worker's own base; a busy-side loss, never idle."""
+    out = np.zeros(len(a.windows))
+    for p in a.programs:
+        assert a.bases is not None
+        row = a.bases.lookup(p)
+        nodes = np.flatnonzero(row >= 0)
+        over = p.duration[nodes] - a.bases.worker[row[nodes]][:, None]
+        np.add.at(out, p.window[nodes].reshape(-1), over.reshape(-1))
+    return out
+
+
+def _causes(a: Attribution, gpus: list[dict[str, Any]], found: dict[str, Saving]) -> dict[str, Any]:
+    idle = float(np.mean([g["idle"] for g in gpus]))
+    replayed = bool(a.replayed.any())
+    out: dict[str, Any] = {}
+    for name in CAUSES:
+        value = float(np.mean([g["causes"][name] for g in gpus]))
+        saving = found.get(name)
+        sure = _sure(name, a)
+        known = sure != "unavailable"
+        out[name] = {
+            "seconds": value if known else None,
+            "share_of_idle": value / idle if idle > 0 and known else None,
+            "first_in": saving.first_in if saving else None,
+            "shapley": saving.shapley if saving else None,
+            "order_min": saving.order_min if saving else None,
+            "order_max": saving.order_max if saving else None,
+            "sure": sure,
+        }
+        if name == "unexplained" and not replayed:
+            out[name]["sure"] = "exact"
+    return out
+
+
+LOCAL_CAUSES = ("host_launch", "data_loading", "exposed_collective", "unexplained")
+
+
+def _sure(name: str, a: Attribution) -> str:
+    """How well a cause is known: from the replay of whole pipelines, from one rank alone, or not at all."""
+    if a.replayed.all():
+        inexact = name == "p2p_transfer" and any(not p.messages.exact.all() for p in a.programs)
+        return "estimated" if inexact or _clock_width(a) else "exact"
+    if a.replayed.any():
+        return "estimated"
+    return "estimated" if name in LOCAL_CAUSES else "unavailable"
+
+
+def _clock_width(a: Attribution) -> bool:
+    """Whether several hosts' clocks blur the split of a wait."""
+    return len(a.run.clock.hosts) > 1
+
+
+# --- ratios -----------------------------------------------------------------------------------------------------
+
+
+def _bubble(a: Attribution, gpus: list[dict[str, Any]], shape: facts.Shape) -> dict[str, Any]:
+    window = float(np.sum([g["window"] for g in gpus]))
+    idle = float(np.sum([g["idle"] for g in gpus]))
+    out: dict[str, Any] = {
+        "fraction": None,
+        "over_ideal": None,
+        "own_span_rate": None,
+        "straggler_waste": None,
+        "gpu_idle_fraction": idle / window if window > 0 else None,
+        "theory": shape.theory(),
+    }
+    if not a.replayed.any():
+        return out
+    outside = float(np.sum([g["causes"][c] for g in gpus for c in OUTSIDE_PIPELINE]))
+    work = _pipeline_work(a)
+    own_window = float(a.idle.window_ns[a.replayed].mean()) * NS
+    bubble = (idle - outside) / window * own_window
+    out["fraction"] = (idle - outside) / window
+    out["over_ideal"] = bubble / work if work > 0 else None
+    out["own_span_rate"] = _own_span_rate(a)
+    out["straggler_waste"] = _straggler_waste(a)
+    return out
+
+
+def _pipeline_work(a: Attribution) -> float:
+    """Seconds of F, B, I and W per GPU and step, mean over the replayed windows."""
+    o = a.operations
+    rows = is_pipeline(o.kind) & a.replayed[o.window]
+    return float((o.end_ns - o.start_ns)[rows].sum()) * NS / max(int(a.replayed.sum()), 1)
+
+
+def _own_span_rate(a: Attribution) -> float | None:
+    """(cost - work) / cost, cost = the longest own first start to last end over the stages (Zero Bubble §5.3);
+    work is the mean over the stages, as the paper's m(F + I + W) is for equal ones."""
+    o = a.operations
+    rows = np.flatnonzero(is_pipeline(o.kind))
+    first = np.full(len(a.windows), np.iinfo(np.int64).max)
+    last = np.full(len(a.windows), np.iinfo(np.int64).min)
+    np.minimum.at(first, o.window[rows], o.start_ns[rows])
+    np.maximum.at(last, o.window[rows], o.end_ns[rows])
+    work = np.bincount(o.window[rows], (o.end_ns - o.start_ns)[rows], len(a.windows))
+    chosen = np.flatnonzero(a.replayed & (last > first))
+    if not len(chosen):
+        return None
+    steps, where = np.unique(a.windows.step[chosen], return_inverse=True)
+    cost = np.zeros(len(steps))
+    np.maximum.at(cost, where, (last - first)[chosen].astype(np.float64))
+    mean = np.bincount(where, work[chosen]) / np.bincount(where)
+    return float((1.0 - mean / cost).mean())
+
+
+def _straggler_waste(a: Attribution) -> float | None:
+    """1 - T_ideal / T (OSDI'25 eq. 3): T_ideal replays with every operation at the mean of its kind."""
+    if a.bases is None:
+        return None
+    even = (Fix.SPREAD, Fix.WORKER, Fix.STAGE)
+    ideal = sum(float(replay(p, a.bases, even).makespan.sum()) for p in a.programs)
+    real = sum(float(d.makespans["measured"].sum()) for d in a.decompositions)
+    return 1.0 - ideal / real if real > 0 else None
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------
+
+
+def _replay(a: Attribution, gpus: list[dict[str, Any]]) -> tuple[dict[str, Any], list[Notice]]:
+    """How far the replay of the measured run is from the measurement, and whether that is near enough (§6)."""
+    if not a.programs:
+        return {"step_seconds": None, "error_fraction": None, "trusted": False}, []
+    steps = sum(len(p.steps) for p in a.programs)
+    modelled = sum(float(d.makespans["measured"].sum()) for d in a.decompositions) * NS / steps
+    real = _measured_seconds(a)
+    unexplained = np.mean([abs(g["causes"]["unexplained"]) for g in gpus])
+    window = np.mean([g["window"] for g in gpus])
+    error = abs(modelled - real) / real if real > 0 else 0.0
+    share = float(unexplained / window) if window > 0 else 0.0
+    trusted = bool(max(error, share) <= TRUST_GATE) and bool(a.replayed.all())
+    notices = []
+    if max(error, share) > TRUST_GATE:
+        notices.append(
+            Notice(
+                "attribution-not-trusted",
+                f"the replay differs from the measured step by {error:.1%} and {share:.1%} of the step is "
+                f"unexplained; above {TRUST_GATE:.0%} the attribution is not to be trusted",
+            )
+        )
+    if not a.replayed.all():
+        left = int((~a.replayed).sum())
+        notices.append(
+            Notice("windows-not-replayed", f"{left} of {len(a.windows)} GPU steps were attributed by one rank alone")
+        )
+    return {"step_seconds": modelled, "error_fraction": error, "trusted": trusted}, notices
+
+
+def _measured_seconds(a: Attribution) -> float:
+    """Mean over the replayed steps of T_k - T_{k-1}."""
+    total, count = 0.0, 0
+    for p in a.programs:
+        for step in p.steps:
+            rows = a.windows.step == step
+            total += float(a.windows.close_ns[rows].max() - a.windows.base_ns[rows].min()) * NS
+            count += 1
+    return total / count
+
+
+def _clock(a: Attribution) -> dict[str, Any]:
+    c = a.run.clock
+    return {
+        "hosts": [
+            {
+                "host": h.host,
+                "offset": h.offset_ns * NS,
+                "drift": h.drift,
+                "low": None if h.low_ns is None else h.low_ns * NS,
+                "high": None if h.high_ns is None else h.high_ns * NS,
+            }
+            for h in c.hosts
+        ],
+        "aligned": c.aligned,
+        "how": c.how,
+    }
+
+
+def _p2p(a: Attribution) -> list[dict[str, Any]]:
+    """Per route: sums per step, except bytes (per message) and gbps (10⁹ bit/s over the exact transfers)."""
+    table = tables.messages(a)
+    if not len(table):
+        return []
+    steps = table["step"].nunique()
+    rows = []
+    for key, part in table.groupby(["src", "dst", "direction"], sort=True):
+        src, dst, direction = tuple(key) if isinstance(key, tuple) else (key,)
+        seen = part[part["exact"] & (part["bytes"] > 0) & (part["transfer_s"] > 0)]
+        rows.append(
+            {
+                "src": int(str(src)),
+                "dst": int(str(dst)),
+                "direction": str(direction),
+                "count": round(len(part) / steps),
+                "wait": float(part["wait_s"].sum() / steps),
+                "transfer": float(part["transfer_s"].sum() / steps),
+                "bytes": int(part["bytes"].median()) if (part["bytes"] >= 0).any() else None,
+                "gbps": float(seen["bytes"].sum() * 8 / seen["transfer_s"].sum() / 1e9) if len(seen) else None,
+                "exact_share": float(part["exact"].mean()),
+            }
+        )
+    return rows
+
+
+def _cost(a: Attribution, options: ReportOptions, gpus: list[dict[str, Any]], causes: dict[str, Any]) -> dict[str, Any]:
+    """GPU-hours and money (§9): the mean idle of the GPUs seen, times all GPUs, times all steps."""
+    count = options.gpus or a.run.layout.world_size or len(gpus)
+    steps = options.total_steps or len(a.windows.steps)
+    price = options.price_per_gpu_hour
+
+    def hours(seconds: float) -> float:
+        # Signed: equalising a pipe can lengthen it, and a cause may then be negative.
+        return seconds * count * steps / prices.SECONDS_PER_HOUR
+
+    idle = hours(float(np.mean([g["idle"] for g in gpus])))
+    excess = [g["excess_compute"] for g in gpus]
+    per_cause = {}
+    for name, row in causes.items():
+        own = None if row["seconds"] is None else hours(row["seconds"])
+        per_cause[name] = {"gpu_hours": own, "money": prices.money(own, price)}
+    intrinsic = [causes[c]["seconds"] for c in INTRINSIC]
+    return {
+        "gpus": count,
+        "total_steps": steps,
+        "price_per_gpu_hour": price,
+        "currency": options.currency,
+        "idle_gpu_hours": idle,
+        "idle_money": prices.money(idle, price),
+        "intrinsic_gpu_hours": None if None in intrinsic else hours(float(sum(intrinsic))),
+        "per_cause": per_cause,
+        "excess_compute_gpu_hours": None if None in excess else hours(float(np.mean(excess))),
+    }
+
+
+def _unavailable(a: Attribution, bubble: dict[str, Any]) -> list[Notice]:
+    """One notice per kind of figure that is null, saying why."""
+    out = []
+    if bubble["fraction"] is None:
+        why = a.replay_refused or "no whole pipeline was seen"
+        out.append(
+            Notice(
+                "fraction-unavailable",
+                f"bubble fraction, causes of waiting and savings are unavailable, because {why}; "
+                "busy and idle per GPU are exact all the same",
+            )
+        )
+    out.append(
+        Notice(
+            "contention-unavailable",
+            "contention is unavailable: compute was not measured both alone and beside communication",
+        )
+    )
+    return out
+
+
+__all__ = ["CAUSE_INDEX", "report_json"]

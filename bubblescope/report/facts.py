@@ -1,0 +1,139 @@
+"""The pipeline's shape as the report states it, with how each fact was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bubblescope.errors import ScheduleError, UsageError
+from bubblescope.model import Action, Kind, Layout, Notice
+from bubblescope.replay.attribution import Attribution
+from bubblescope.replay.closed_form import closed_form
+from bubblescope.replay.program import Node, Program
+from bubblescope.replay.schedules import recognise
+
+NS = 1e-9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """stages p, chunks v, microbatches m, schedule; None when unknown. orders: what each position of the first
+    replica really ran. times: uniform F, I, W in seconds (B = I + W; a B that was never split counts as W = B - I
+    with I = W)."""
+
+    stages: int | None
+    chunks: int | None
+    microbatches: int | None
+    schedule: str | None
+    data_parallel: int | None
+    inferred: dict[str, str]
+    orders: dict[int, list[Action]] = field(default_factory=dict)
+    times: tuple[float, float, float] | None = None
+    notices: tuple[Notice, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "stages": self.stages,
+            "chunks_per_gpu": self.chunks,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "data_parallel": self.data_parallel,
+            "inferred": dict(sorted(self.inferred.items())),
+        }
+
+    def theory(self) -> dict[str, Any] | None:
+        """The schedule's closed form for equal stages with the measured mean times; None where none is known."""
+        if None in (self.stages, self.microbatches, self.schedule) or self.times is None:
+            return None
+        forward, input_grad, weight_grad = self.times
+        try:
+            form = closed_form(
+                self.schedule or "",
+                self.stages or 0,
+                self.microbatches or 0,
+                self.chunks or 1,
+                forward=forward,
+                input_grad=input_grad,
+                weight_grad=weight_grad,
+            )
+        except (UsageError, ScheduleError):
+            return None
+        if form is None:
+            return None
+        return {
+            "makespan": form.makespan,
+            "fraction": form.fraction,
+            "over_ideal": form.over_ideal,
+            "own_span_rate": form.own_span_rate,
+            "source": form.source,
+        }
+
+
+def stage_of(layout: Layout, rank: int) -> int | None:
+    """Position of a rank in its pipeline, None when not known."""
+    try:
+        position = int(layout.pp[layout.index_of(rank)])
+    except (KeyError, IndexError):
+        return None
+    return position if position >= 0 else None
+
+
+def pipeline_shape(a: Attribution) -> Shape:
+    """What the layout says, completed from what the replayed steps show."""
+    layout = a.run.layout
+    inferred = dict(layout.inferred)
+    orders = measured_orders(a.run.layout, a.programs[0]) if a.programs else {}
+    schedule = layout.schedule
+    if schedule is None and orders:
+        found = recognise(orders, layout.stages, layout.chunks)
+        schedule = found.name
+        inferred["schedule"] = f"{found.how} (confidence {found.confidence:.2f})"
+    ops = a.operations
+    microbatches = layout.microbatches
+    if microbatches is None and (ops.microbatch >= 0).any():
+        microbatches = int(ops.microbatch.max()) + 1
+        inferred["microbatches"] = "highest micro-batch number seen"
+    return Shape(
+        layout.stages,
+        layout.chunks,
+        microbatches,
+        schedule,
+        layout.data_parallel,
+        inferred,
+        orders,
+        _times(a),
+    )
+
+
+def measured_orders(layout: Layout, program: Program) -> dict[int, list[Action]]:
+    """Per pipeline position of the first replica: the actions of one step, in the order they ran."""
+    first = layout.replica.min(initial=0) if len(layout.replica) else 0
+    orders: dict[int, list[Action]] = {}
+    for node in np.flatnonzero((program.node == Node.OP) & (program.microbatch >= 0)):
+        kind = Kind(int(program.kind[node]))
+        if kind == Kind.LOSS:
+            continue
+        try:
+            i = layout.index_of(int(program.rank[node]))
+        except KeyError:
+            continue
+        if layout.replica[i] == first:
+            action = Action(int(program.stage[node]), kind, int(program.microbatch[node]))
+            orders.setdefault(int(layout.pp[i]), []).append(action)
+    return orders
+
+
+def _times(a: Attribution) -> tuple[float, float, float] | None:
+    """Uniform F, I and W."""
+    if a.bases is None:
+        return None
+    mean = {int(k): float(a.bases.uniform[a.bases.kind == k][0]) * NS for k in np.unique(a.bases.kind)}
+    forward = mean.get(Kind.FORWARD)
+    if forward is None:
+        return None
+    if Kind.BACKWARD_INPUT in mean and Kind.BACKWARD_WEIGHT in mean:
+        return forward, mean[Kind.BACKWARD_INPUT], mean[Kind.BACKWARD_WEIGHT]
+    backward = mean.get(Kind.BACKWARD, 0.0)
+    return forward, backward / 2, backward / 2

@@ -1,0 +1,261 @@
+"""DataFrames of a report. Columns and units are those of `Report`'s docstrings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.analysis.operations import PHASES
+from bubblescope.model import Kind, Lane
+from bubblescope.model.kinds import SHORT
+from bubblescope.replay.attribution import Attribution
+from bubblescope.replay.causes import CAUSES
+from bubblescope.replay.ladder import RUNGS
+from bubblescope.replay.program import Node
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Int = NDArray[np.int64]
+NS = 1e-9
+
+LABELS = {
+    **{int(k): v for k, v in SHORT.items()},
+    int(Kind.LOSS): "loss",
+    int(Kind.OPTIMIZER): "optimizer",
+    int(Kind.RECOMPUTE): "recompute",
+}
+
+
+def frame(columns: dict[str, Any]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(columns)
+
+
+def flat(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """JSON rows as a table; nested objects become dotted columns."""
+    import pandas as pd
+
+    return pd.json_normalize(rows) if rows else pd.DataFrame()
+
+
+def origin_ns(a: Attribution) -> int:
+    return int(a.windows.start_ns.min())
+
+
+def seconds(a: Attribution, time_ns: Int) -> NDArray[np.float64]:
+    return (time_ns - origin_ns(a)).astype(np.float64) * NS
+
+
+def kind_labels(kind: Int) -> NDArray[np.object_]:
+    table = np.array([LABELS.get(k, "other") for k in range(max(Kind) + 1)], dtype=object)
+    return table[kind]
+
+
+def operation_labels(a: Attribution, rows: Int) -> NDArray[np.object_]:
+    """``B5`` for the backward of micro-batch 5, ``optimizer``; "" for row -1."""
+    out = np.full(len(rows), "", dtype=object)
+    known = rows >= 0
+    ops = a.operations
+    kind = kind_labels(ops.kind[rows[known]])
+    microbatch = ops.microbatch[rows[known]]
+    out[known] = [f"{k}{m}" if m >= 0 and len(k) == 1 else k for k, m in zip(kind, microbatch, strict=True)]
+    return out
+
+
+def ops(a: Attribution) -> pd.DataFrame:
+    import pandas as pd
+
+    o, w = a.operations, a.windows
+    main = {
+        "rank": w.rank[o.window],
+        "step": w.step[o.window],
+        "stage": o.stage,
+        "chunk": o.chunk,
+        "microbatch": o.microbatch,
+        "kind": kind_labels(o.kind),
+        "start_s": seconds(a, o.start_ns),
+        "end_s": seconds(a, o.end_ns),
+    }
+    parts = [frame(main), _side_rows(a)]
+    table = pd.concat([p for p in parts if len(p)], ignore_index=True) if len(o) else parts[0]
+    return table.sort_values(["rank", "step", "start_s", "end_s"], kind="stable", ignore_index=True)
+
+
+def _side_rows(a: Attribution) -> pd.DataFrame:
+    """Communication and data loading inside the windows."""
+    s = a.run.spans
+    label = np.full(len(s), "", dtype=object)
+    label[(s.lane == Lane.POST) & (s.kind == Kind.SEND)] = "send"
+    label[(s.lane == Lane.POST) & (s.kind == Kind.RECV)] = "recv"
+    label[(s.lane == Lane.COMM) & (s.kind == Kind.SEND)] = "send"
+    label[(s.lane == Lane.COMM) & (s.kind == Kind.RECV)] = "recv"
+    label[s.lane == Lane.WAIT] = "wait"
+    label[s.kind == Kind.DATA] = "data"
+    rows = np.flatnonzero(label != "")
+    window = a.windows.locate(s.rank[rows].astype(np.int64), s.start_ns[rows])
+    rows, window = rows[window >= 0], window[window >= 0]
+    return frame(
+        {
+            "rank": s.rank[rows].astype(np.int64),
+            "step": a.windows.step[window],
+            "stage": s.stage[rows].astype(np.int64),
+            "chunk": s.chunk[rows].astype(np.int64),
+            "microbatch": s.microbatch[rows].astype(np.int64),
+            "kind": label[rows],
+            "start_s": seconds(a, s.start_ns[rows]),
+            "end_s": seconds(a, s.end_ns[rows]),
+        }
+    )
+
+
+def gaps(a: Attribution) -> pd.DataFrame:
+    g, w, o = a.gaps, a.windows, a.operations
+    keep = np.flatnonzero((g.idle_ns > 0) | (np.abs(g.causes).max(axis=1, initial=0.0) > 0))
+    before, culprit = g.before[keep], g.culprit[keep]
+    window = g.window[keep]
+    causes = g.causes[keep] * NS
+    columns: dict[str, Any] = {
+        "rank": w.rank[window],
+        "step": w.step[window],
+        "start_s": seconds(a, g.start_ns[keep]),
+        "end_s": seconds(a, g.end_ns[keep]),
+        "idle_s": g.idle_ns[keep] * NS,
+        "phase": np.array(PHASES, dtype=object)[g.phase[keep]],
+        "cause": np.array(CAUSES, dtype=object)[causes.argmax(axis=1)] if len(keep) else [],
+        "before": operation_labels(a, before),
+        "inside": g.inside[keep],
+        "stage": _of(o.stage, before),
+        "microbatch": _of(o.microbatch, before),
+    }
+    columns |= {name: causes[:, i] for i, name in enumerate(CAUSES)}
+    columns |= {f"{name}_s": g.rungs[keep, i] * NS for i, name in enumerate(RUNGS)}
+    columns |= {
+        "producer_rank": _of(w.rank, _of(o.window, culprit)),
+        "producer_stage": _of(o.stage, culprit),
+        "producer_op": operation_labels(a, culprit),
+        "taken": g.taken[keep],
+    }
+    return frame(columns)
+
+
+def _of(column: Int, rows: Int) -> Int:
+    """column[rows], -1 where the row is -1."""
+    if not len(column):
+        return np.full(len(rows), -1, dtype=np.int64)
+    return np.where(rows >= 0, column[rows], -1)
+
+
+OUTLIER_MADS = 5.0
+
+
+def step_seconds(a: Attribution) -> tuple[Int, NDArray[np.float64]]:
+    """Steps and their seconds: mean over the ranks' windows."""
+    steps, where = np.unique(a.windows.step, return_inverse=True)
+    length = a.idle.window_ns * NS
+    mean = np.bincount(where, length, len(steps)) / np.bincount(where, minlength=len(steps))
+    return steps, mean
+
+
+def steps(a: Attribution) -> pd.DataFrame:
+    """A step is an outlier when it lies more than five median deviations (and 5 %) off the median."""
+    number, length = step_seconds(a)
+    where = np.searchsorted(number, a.windows.step)
+    idle = np.bincount(where, a.idle.idle_ns, len(number)) / np.bincount(where, a.idle.window_ns, len(number))
+    middle = float(np.median(length))
+    spread = float(np.median(np.abs(length - middle)))
+    start = np.full(len(number), np.iinfo(np.int64).max)
+    np.minimum.at(start, where, a.windows.start_ns)
+    end = np.full(len(number), np.iinfo(np.int64).min)
+    np.maximum.at(end, where, a.windows.end_ns)
+    return frame(
+        {
+            "step": number,
+            "start_s": seconds(a, start),
+            "end_s": seconds(a, end),
+            "seconds": length,
+            "idle_fraction": idle,
+            "outlier": np.abs(length - middle) > np.maximum(OUTLIER_MADS * spread, 0.05 * middle),
+        }
+    )
+
+
+MESSAGE_COLUMNS = ("src", "dst", "direction", "step", "microbatch", "send_s", "recv_s", "done_s", "wait_s",
+                   "transfer_s", "exact", "bytes")  # fmt: skip
+
+
+def messages(a: Attribution) -> pd.DataFrame:
+    """One matched message a row: when both ends were posted and when the receiver had it.
+
+    wait_s: the receiver waited for the sender. transfer_s: from both posted to done; exact: seen, not bounded.
+    """
+    import pandas as pd
+
+    base = origin_ns(a)
+    parts = []
+    for p in a.programs:
+        m, k = p.messages, len(p.steps)
+        zero = np.array([int(a.windows.base_ns[a.windows.step == s].min()) - base for s in p.steps]) * NS
+        send, recv = p.start[m.send], p.start[m.recv]
+        begun, done = p.start[m.wait], p.end[m.wait]
+        consumer = np.where(m.consumer >= 0, p.microbatch[m.consumer], -1)
+        columns = {
+            "src": np.repeat(p.rank[m.send], k),
+            "dst": np.repeat(p.rank[m.recv], k),
+            "direction": np.repeat(np.where(m.is_grad, "grad", "act"), k),
+            "step": np.tile(p.steps, len(m.send)),
+            "microbatch": np.repeat(consumer, k),
+            "send_s": (send * NS + zero).reshape(-1),
+            "recv_s": (recv * NS + zero).reshape(-1),
+            "done_s": (done * NS + zero).reshape(-1),
+            "wait_s": (np.clip(np.maximum(send, recv) - begun, 0, np.maximum(done - begun, 0)) * NS).reshape(-1),
+            "transfer_s": (m.transfer * NS).reshape(-1),
+            "exact": m.exact.reshape(-1),
+            "bytes": np.repeat(m.bytes, k),
+        }
+        parts.append(frame(columns))
+    empty = frame({name: [] for name in MESSAGE_COLUMNS})
+    table = pd.concat(parts, ignore_index=True) if parts else empty
+    return table.sort_values(["step", "src", "dst", "send_s"], kind="stable", ignore_index=True)
+
+
+def ideal(a: Attribution) -> pd.DataFrame:
+    """Starts at 0 with the step."""
+    if not a.programs:
+        return frame({c: [] for c in ("rank", "step", "stage", "chunk", "microbatch", "kind", "start_s", "end_s")})
+    p, r = a.programs[0], a.decompositions[0].ideal
+    nodes = np.flatnonzero((p.node == Node.OP) & (r.duration[:, 0] > 0))
+    return frame(
+        {
+            "rank": p.rank[nodes],
+            "step": np.full(len(nodes), p.steps[0]),
+            "stage": p.stage[nodes],
+            "chunk": p.chunk[nodes],
+            "microbatch": p.microbatch[nodes],
+            "kind": kind_labels(p.kind[nodes]),
+            "start_s": r.start[nodes, 0] * NS,
+            "end_s": r.end[nodes, 0] * NS,
+        }
+    )
+
+
+def stage_balance(a: Attribution) -> pd.DataFrame:
+    """Base times; without a replay the medians of what was seen. A stage that never splits B has no I and W."""
+    columns: dict[str, Any] = {"stage": [], "F_s": [], "B_s": [], "I_s": [], "W_s": [], "loss_s": []}
+    names = {Kind.FORWARD: "F_s", Kind.BACKWARD: "B_s", Kind.BACKWARD_INPUT: "I_s", Kind.BACKWARD_WEIGHT: "W_s",
+             Kind.LOSS: "loss_s"}  # fmt: skip
+    o = a.operations
+    length = (o.end_ns - o.start_ns) * NS
+    for stage in np.unique(o.stage[o.stage >= 0]):
+        columns["stage"].append(int(stage))
+        for kind, name in names.items():
+            rows = (o.stage == stage) & (o.kind == kind)
+            value = float(np.median(length[rows])) if rows.any() else float("nan")
+            if a.bases is not None:
+                mine = (a.bases.stage == stage) & (a.bases.kind == kind)
+                value = float(a.bases.by_stage[mine][0]) * NS if mine.any() else float("nan")
+            columns[name].append(value)
+    return frame(columns)
