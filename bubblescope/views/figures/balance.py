@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import plotly.graph_objects as go
 
-from bubblescope.views.figures.style import WORK, empty_figure
+from bubblescope.views.figures.style import WORK, empty_figure, shaded
 from bubblescope.views.summary import stage_work
 from bubblescope.views.words import OPERATIONS
 
@@ -28,7 +28,7 @@ def balance_figure(report: ReportLike) -> go.Figure:
             continue
         figure.add_bar(
             x=stages, y=times, name=f"{letter}, {OPERATIONS[letter]}",
-            marker={"color": WORK[letter], "pattern": {"shape": PATTERNS[letter], "fgcolor": "#fff", "solidity": 0.2}},
+            marker=shaded(WORK[letter], PATTERNS[letter]),
             hovertemplate=f"stage %{{x}}: {letter} %{{y:.3f}} ms<extra></extra>",
         )  # fmt: skip
     work = stage_work(report)

@@ -50,15 +50,12 @@ def causes_figure(report: ReportLike) -> go.Figure:
     """Waterfall from the ideal step of this schedule to the measured step."""
     bars = stairs(report)
     figure = empty_figure(70 + 28 * max(1, len(bars)), "ms per GPU and step (mean over GPUs)")
-    for sums in (True, False):
-        part = [bar for bar in bars if (bar.cause == "") == sums]
-        if not part:
-            continue
+    for bar in bars:
+        text = fmt.seconds(bar.length, signed=bar.cause != "")
         figure.add_bar(
-            orientation="h", y=[b.label for b in part], x=[b.length * 1e3 for b in part],
-            base=[b.start * 1e3 for b in part], showlegend=False,
-            text=[fmt.seconds(b.length, signed=not sums) for b in part], textposition="outside", cliponaxis=False,
-            marker={"color": WORK["B"]} if sums else cause_marker(*[b.cause for b in part]),
+            orientation="h", y=[bar.label], x=[bar.length * 1e3], base=[bar.start * 1e3], showlegend=False,
+            text=[text], textposition="outside", cliponaxis=False,
+            marker=cause_marker(bar.cause) if bar.cause else {"color": WORK["B"]},
             hovertemplate="%{y}: %{text}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from bubblescope.views.figures.style import WORK, empty_figure
+from bubblescope.views.figures.style import WORK, empty_figure, shaded
 from bubblescope.views.words import CAUSE
 
 if TYPE_CHECKING:
@@ -19,13 +19,9 @@ def steps_figure(report: ReportLike) -> go.Figure:
     figure = empty_figure(300, "step", "ms per step")
     number, length = steps["step"].tolist(), steps["seconds"].to_numpy(dtype=float) * 1e3
     idle = length * steps["idle_fraction"].to_numpy(dtype=float)
-    lost = {
-        "color": CAUSE["stage_imbalance"].colour,
-        "pattern": {"shape": "/", "fgcolor": "#fff", "solidity": 0.2},
-    }
     figure.add_bar(x=number, y=length - idle, name="busy", marker={"color": WORK["B"]},
                    hovertemplate="step %{x}: busy %{y:.2f} ms<extra></extra>")  # fmt: skip
-    figure.add_bar(x=number, y=idle, name="idle", marker=lost,
+    figure.add_bar(x=number, y=idle, name="idle", marker=shaded(CAUSE["stage_imbalance"].colour, "/"),
                    hovertemplate="step %{x}: idle %{y:.2f} ms<extra></extra>")  # fmt: skip
     odd = steps["outlier"].to_numpy(dtype=bool)
     if odd.any():

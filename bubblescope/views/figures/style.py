@@ -1,4 +1,4 @@
-"""What all figures share. Colours of text and grid stand here for a light page; report.html sets them per theme."""
+"""What all figures share. Text and grid have the colours of a light page; report.html sets them per theme."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ def empty_figure(height: int, x_title: str = "", y_title: str = "") -> go.Figure
     return figure
 
 
+def shaded(colour: str, shape: str) -> dict[str, Any]:
+    """Marker of bars of one colour with a fine white pattern."""
+    return {"color": colour, "pattern": {"shape": shape, "fgcolor": "#fff", "solidity": 0.2}}
+
+
 def cause_marker(*names: str) -> dict[str, Any]:
     """Marker of bars, one a cause: its colour, and its pattern for readers who do not see the colour."""
     causes = [CAUSE[name] for name in names]
+    one = len(causes) == 1
     return {
-        "color": [c.colour for c in causes],
+        "color": causes[0].colour if one else [c.colour for c in causes],
         "pattern": {
-            "shape": [c.pattern for c in causes], "fgcolor": "rgba(255,255,255,0.75)", "size": 6,
+            "shape": causes[0].pattern if one else [c.pattern for c in causes],
+            "fgcolor": "rgba(255,255,255,0.75)", "size": 6,
             "solidity": 0.25, "fillmode": "overlay",
         },
         "line": {"width": 0},

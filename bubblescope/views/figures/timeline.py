@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -53,11 +54,16 @@ def _bars(figure: go.Figure, rows: pd.DataFrame, name: str, marker: dict[str, ob
     if not len(rows):
         return
     length = rows["end_s"] - rows["start_s"]
-    single = {**marker, "color": marker["color"][0]} if isinstance(marker["color"], list) else marker
-    labels = rows["before"].map(lambda b: f"before {fmt.plain(b)}" if b else "at the end") if "before" in rows else (
-        rows["kind"] + rows["microbatch"].where(rows["microbatch"] >= 0, "").astype(str))  # fmt: skip
     figure.add_bar(
         orientation="h", y=[f"GPU {r}" for r in rows["rank"]], x=(length * 1e3).tolist(),
-        base=((rows["start_s"] - origin) * 1e3).tolist(), name=name, marker=single, customdata=labels.tolist(),
+        base=((rows["start_s"] - origin) * 1e3).tolist(), name=name, marker=marker, customdata=_labels(rows),
         hovertemplate=f"%{{y}}: {name} %{{customdata}}, %{{x:.3f}} ms<extra></extra>",
     )  # fmt: skip
+
+
+def _labels(rows: pd.DataFrame) -> list[str]:
+    """Foreign text is escaped, because plotly reads tags in its labels."""
+    if "before" in rows:
+        return [f"before {escape(fmt.plain(b))}" if b else "at the end" for b in rows["before"]]
+    pairs = zip(rows["kind"], rows["microbatch"], strict=True)
+    return [f"{kind}{batch}" if batch >= 0 else str(kind) for kind, batch in pairs]

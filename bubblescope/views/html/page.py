@@ -1,0 +1,164 @@
+"""What stands on the page: `words` for the template, `data` for the scripts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from bubblescope.views import format as fmt
+from bubblescope.views.figures import balance_figure, causes_figure, heatmap_figure, steps_figure
+from bubblescope.views.html import tables
+from bubblescope.views.html.payload import timeline
+from bubblescope.views.summary import (
+    best_actions,
+    first_screen,
+    gpu_count,
+    mean_causes,
+    mean_gpu,
+    unavailable,
+    value,
+)
+from bubblescope.views.words import CAUSES, OPERATIONS, PHASES, RATIOS, TERMS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from bubblescope.views.source import ReportLike
+
+
+@dataclass(frozen=True)
+class Page:
+    words: dict[str, Any]
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of the bar of all GPU time; offset and share in percent of the bar."""
+
+    name: str
+    label: str
+    colour: str
+    offset: str
+    share: str
+    text: str
+
+
+def page(report: ReportLike, now: datetime | None) -> Page:
+    data = report.data
+    drawn = timeline(report)
+    return Page(
+        {
+            "screen": first_screen(report),
+            "title": _title(data),
+            "facts": _facts(data),
+            "written": None if now is None else fmt.moment(now),
+            "version": fmt.plain(data.get("bubblescope_version") or ""),
+            "slices": _slices(data),
+            "shares_text": unavailable(data, "causes", "cause"),
+            "causes": CAUSES,
+            "operations": OPERATIONS,
+            "phases": PHASES,
+            "ratios": RATIOS,
+            "terms": TERMS,
+            "tables": tables.all_tables(report),
+            "notices": _notices(data, drawn.notices),
+            "actions": best_actions(data),
+            "whatif": _whatif(data),
+            "currency": fmt.plain(value(data, "cost", "currency") or ""),
+            "has_causes": mean_gpu(data, "busy") is not None,
+            "steps_shown": [(b["step"], b["outlier"]) for b in drawn.content["steps"]],
+            "typical": drawn.content["typical"],
+            "has_ideal": drawn.content["ideal"] is not None,
+        },
+        {"timeline": drawn.content, "figures": _figures(report), "whatif": _whatif(data)},
+    )
+
+
+def _figures(report: ReportLike) -> dict[str, Any]:
+    made: dict[str, go.Figure] = {
+        "causes": causes_figure(report),
+        "heatmap": heatmap_figure(report),
+        "steps": steps_figure(report),
+        "balance": balance_figure(report),
+    }
+    return {name: json.loads(figure.to_json(engine="json")) for name, figure in made.items()}
+
+
+def _title(data: dict[str, Any]) -> str:
+    files = value(data, "source", "files") or []
+    if len(files) == 1:
+        return fmt.plain(files[0])
+    return f"{len(files):,} files" if files else "report"
+
+
+def _facts(data: dict[str, Any]) -> list[str]:
+    """One line on what was analysed."""
+    pipeline, found = data.get("pipeline") or {}, []
+    schedule = pipeline.get("schedule")
+    found.append(fmt.plain(schedule) if schedule else "schedule not known")
+    for key, word in (("stages", "stages"), ("microbatches", "micro-batches"), ("data_parallel", "replicas")):
+        if pipeline.get(key):
+            found.append(f"{pipeline[key]:,} {word if pipeline[key] != 1 else word.removesuffix('s')}")
+    found.append(f"{gpu_count(data):,} GPUs")
+    framework = value(data, "source", "framework")
+    if framework:
+        found.append(fmt.plain(framework))
+    found.append(f"recorded {fmt.moment(data.get('created'))}")
+    return found
+
+
+def _slices(data: dict[str, Any]) -> list[Slice]:
+    """All GPU time: useful work, then the causes that take time, largest family first as in `CAUSES`."""
+    busy, window, causes = mean_gpu(data, "busy"), mean_gpu(data, "window"), mean_causes(data)
+    if busy is None or not window or any(v is None for v in causes.values()):
+        return []
+    parts = [("work", "useful work", "", busy)]
+    parts += [(c.name, c.label, c.colour, causes[c.name] or 0.0) for c in CAUSES]
+    drawn = [p for p in parts if p[3] > 5e-4 * window]  # what would print as 0.0 % has no width either
+    whole, at, found = sum(p[3] for p in drawn), 0.0, []
+    for name, label, colour, length in drawn:
+        share = 100 * length / whole
+        found.append(Slice(name, label, colour, f"{at:.3f}", f"{share:.3f}", fmt.percent(length / window)))
+        at += share
+    return found
+
+
+def _notices(data: dict[str, Any], own: list[str]) -> list[tuple[str, str, str]]:
+    """(code, message, file): the analysis' own, then what this page left out."""
+    found = [
+        (fmt.plain(w.get("code") or ""), fmt.plain(w.get("message") or ""), fmt.plain(w.get("file") or ""))
+        for w in value(data, "source", "warnings") or []
+    ]
+    for skipped in value(data, "steps", "skipped") or []:
+        index = skipped.get("index")
+        found.append(("step-skipped", f"Step {index} was not analysed: {fmt.plain(skipped.get('why'))}.", ""))
+    return found + [("view-coarsened", message, "") for message in own]
+
+
+def _whatif(data: dict[str, Any]) -> dict[str, Any]:
+    """What the sliders start from. Seconds are per GPU and step, as in ATTRIBUTION.md §9."""
+    causes = mean_causes(data)
+    return {
+        "idle_s": mean_gpu(data, "idle"),
+        "step_s": value(data, "steps", "seconds_median") or mean_gpu(data, "window"),
+        "gpus": gpu_count(data),
+        "steps": int(value(data, "cost", "total_steps") or value(data, "steps", "analysed") or 1),
+        "price": value(data, "cost", "price_per_gpu_hour"),
+        "currency": fmt.plain(value(data, "cost", "currency") or ""),
+        "actions": [
+            {
+                "text": fmt.plain(a["action"]), "saved_s": a["saved_seconds"], "step_s": a.get("step_seconds"),
+                "memory": fmt.plain(a.get("memory_note") or ""),
+                "assumptions": [fmt.plain(x) for x in a.get("assumptions") or ()],
+            }
+            for a in best_actions(data)
+        ],
+        "causes": [
+            {"name": c.name, "label": c.label, "idle_s": causes[c.name]}
+            for c in CAUSES
+            if abs(causes[c.name] or 0.0) > 1e-9
+        ],
+    }  # fmt: skip

@@ -1,0 +1,199 @@
+"""The tables of the page: beside each chart the numbers that it draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bubblescope.views import format as fmt
+from bubblescope.views.figures.causes import stairs
+from bubblescope.views.figures.heatmap import stage_causes
+from bubblescope.views.summary import stage_work, unavailable, value
+from bubblescope.views.words import CAUSE, CAUSES, INTRINSIC, RATIOS
+
+if TYPE_CHECKING:
+    from bubblescope.views.source import ReportLike
+
+MOST_ROWS = 200
+
+
+@dataclass(frozen=True)
+class Table:
+    """caption: one sentence, with the unit. The first `texts` columns are text, the rest numbers. note: what was
+    left out, or ""."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    texts: int = 1
+    note: str = ""
+
+
+def all_tables(report: ReportLike) -> dict[str, Table]:
+    return {
+        "stages": stages(report),
+        "gpus": gpus(report),
+        "waterfall": waterfall(report),
+        "heatmap": heatmap(report),
+        "fixes": fixes(report),
+        "steps": steps(report),
+        "balance": balance(report),
+        "p2p": p2p(report),
+        "ratios": ratios(report),
+    }
+
+
+def _cut(rows: Sequence[tuple[str, ...]], what: str) -> tuple[tuple[tuple[str, ...], ...], str]:
+    if len(rows) <= MOST_ROWS:
+        return tuple(rows), ""
+    return tuple(rows[:MOST_ROWS]), f"{MOST_ROWS} of {len(rows):,} {what} shown; all are in the CSV files."
+
+
+def _column(gpus: list[dict[str, Any]], *path: str) -> str:
+    values = [value(g, *path) for g in gpus]
+    known = [float(v) for v in values if v is not None]
+    return fmt.milliseconds(float(np.mean(known))) if known and len(known) == len(values) else "unavailable"
+
+
+def _largest_cause(gpus: list[dict[str, Any]]) -> str:
+    sums = {c.name: sum(value(g, "causes", c.name) or 0.0 for g in gpus) for c in CAUSES}
+    name = max(sums, key=lambda n: sums[n])
+    return CAUSE[name].label if sums[name] > 0 else fmt.MISSING
+
+
+_TIMES = ("window", "busy", "idle", "exposed_comm", "copies", "empty")
+_PHASES = ("warmup", "steady", "cooldown")
+
+
+def _idle_share(gpus: list[dict[str, Any]]) -> str:
+    pairs = [(g.get("idle"), g.get("window")) for g in gpus]
+    if any(i is None or not w for i, w in pairs):
+        return "unavailable"
+    return fmt.percent(sum(float(i or 0) for i, _ in pairs) / sum(float(w or 0) for _, w in pairs))
+
+
+def stages(report: ReportLike) -> Table:
+    by_stage: dict[int, list[dict[str, Any]]] = {}
+    for gpu in report.data.get("gpus") or []:
+        by_stage.setdefault(-1 if gpu.get("stage") is None else gpu["stage"], []).append(gpu)
+    rows = [
+        (
+            f"stage {stage}" if stage >= 0 else "stage not known", _largest_cause(mine), str(len(mine)),
+            _idle_share(mine), *(_column(mine, t) for t in _TIMES), *(_column(mine, "phases", p) for p in _PHASES),
+        )
+        for stage, mine in sorted(by_stage.items())
+    ]  # fmt: skip
+    head = ("Stage", "Largest cause", "GPUs", "idle share", *_TIMES, *(f"idle in {p}" for p in _PHASES))
+    return Table("Time of each stage, in ms per GPU and step (mean over its GPUs).", head, tuple(rows), 2)
+
+
+def gpus(report: ReportLike) -> Table:
+    everyone = sorted(report.data.get("gpus") or [], key=lambda g: (-(g.get("idle") or 0.0), g["rank"]))
+    rows = [
+        (f"GPU {g['rank']}", f"stage {g['stage']}", _largest_cause([g]), _idle_share([g]),
+         *(_column([g], t) for t in _TIMES))
+        for g in everyone
+    ]  # fmt: skip
+    kept, note = _cut(rows, "GPUs")
+    head = ("GPU", "Stage", "Largest cause", "idle share", *_TIMES)
+    return Table("Time of each GPU, in ms per step, most idle first.", head, kept, 3, note)
+
+
+def waterfall(report: ReportLike) -> Table:
+    rows = [
+        (bar.label, fmt.milliseconds(bar.length), fmt.milliseconds(bar.start + bar.length)) for bar in stairs(report)
+    ]
+    return Table("From useful work to the measured step, in ms per GPU and step (mean over GPUs).",
+                 ("Part", "ms", "reached"), tuple(rows))  # fmt: skip
+
+
+def heatmap(report: ReportLike) -> Table:
+    table = stage_causes(report)
+    causes = [c for c in CAUSES if any(abs(row[c.name] or 0.0) > 1e-9 for row in table.values())]
+    rows = [(f"stage {s}", *(_or_unavailable(row[c.name]) for c in causes)) for s, row in table.items()]
+    return Table("Idle time by stage and cause, in ms per GPU and step. Negative: the cause shortens the waiting.",
+                 ("Stage", *(c.label for c in causes)), tuple(rows))  # fmt: skip
+
+
+def _or_unavailable(number: float | None) -> str:
+    return "unavailable" if number is None else fmt.milliseconds(number)
+
+
+def fixes(report: ReportLike) -> Table:
+    causes = report.data.get("causes") or {}
+    rows = []
+    for cause in CAUSES:
+        line = causes.get(cause.name) or {}
+        bounds = [line.get("order_min"), line.get("order_max")]
+        rows.append((
+            cause.label, str(line.get("sure") or "unavailable"), fmt.percent(line.get("share_of_idle")),
+            _or_unavailable(line.get("seconds")), _saving(line.get("first_in"), cause.name),
+            _saving(line.get("shapley"), cause.name),
+            _saving(None, cause.name) if None in bounds else " to ".join(fmt.milliseconds(b) for b in bounds),
+        ))  # fmt: skip
+    head = ("Cause", "Sure", "share of idle", "ms", "first-in", "Shapley", "over all orders")
+    return Table("What fixing each cause would buy, in ms per step. The headline savings use first-in.", head,
+                 tuple(rows), 2)  # fmt: skip
+
+
+def _saving(number: float | None, cause: str) -> str:
+    if number is not None:
+        return fmt.milliseconds(number)
+    return "another schedule" if cause in INTRINSIC else "unavailable"
+
+
+def steps(report: ReportLike) -> Table:
+    rows = [
+        (f"step {int(r['step'])}", "outlier" if r["outlier"] else "", fmt.milliseconds(r["seconds"]),
+         fmt.percent(r["idle_fraction"]))
+        for r in report.steps.to_dict("records")
+    ]  # fmt: skip
+    kept, note = _cut(rows, "steps")
+    return Table("Length of each step in ms, and the idle share of its GPU time.",
+                 ("Step", "Outlier", "ms", "idle share"), kept, 2, note)  # fmt: skip
+
+
+def balance(report: ReportLike) -> Table:
+    work = stage_work(report)
+    mean = float(np.mean(list(work.values()))) if work else math.nan
+    rows = []
+    for line in report.stage_balance.to_dict("records"):
+        stage = int(line["stage"])
+        parts = (fmt.milliseconds(line[f"{letter}_s"]) for letter in "FBIW")
+        total = work.get(stage)
+        rows.append((
+            f"stage {stage}", *parts, fmt.milliseconds(total),
+            fmt.MISSING if total is None else f"{total / mean:.2f}×",
+        ))  # fmt: skip
+    head = ("Stage", "F", "B", "I", "W", "together", "of the mean")
+    return Table("Base time per micro-batch of each stage, in ms.", head, tuple(rows))
+
+
+def p2p(report: ReportLike) -> Table:
+    lines = sorted(report.data.get("p2p") or [], key=lambda r: (-(r.get("wait") or 0.0), r["src"], r["dst"]))
+    carried = {"act": "activations", "grad": "gradients"}
+    rows = [
+        (
+            f"GPU {r['src']} to {r['dst']}", carried.get(str(r["direction"]), fmt.plain(r["direction"])),
+            f"{r['count']:,}", fmt.milliseconds(r.get("wait")), fmt.milliseconds(r.get("transfer")),
+            fmt.data_size(r.get("bytes")), fmt.number(r.get("gbps")),
+        )
+        for r in lines
+    ]  # fmt: skip
+    kept, note = _cut(rows, "links")
+    head = ("Link", "Carries", "messages", "wait, ms", "transfer, ms", "size", "Gbit/s")
+    return Table("Messages between stages, longest wait first.", head, kept, 2, note)
+
+
+def ratios(report: ReportLike) -> Table:
+    rows = []
+    for name, formula, meaning in RATIOS:
+        found = value(report.data, "bubble", name)
+        text = f"{found:.4f}" if found is not None else unavailable(report.data, name)
+        rows.append((name, formula, meaning, text))
+    return Table("Four ratios that people all call “bubble”, and the idle share of the GPUs.",
+                 ("Name", "Formula", "What it is", "Measured"), tuple(rows), 3)  # fmt: skip
