@@ -2,8 +2,9 @@
 
 A window ends where the last optimizer operation of the step ends. Taken per GPU alone, that would push the
 cooldown of the stages that finish early into the next step's warmup, and the closed forms of §6 could not hold.
-So, where clocks are aligned, step k ends for all at T_k, the latest such end of any GPU; only a GPU that has
-already begun step k+1 by then has its edge at that beginning.
+So, where clocks are aligned, step k ends for all at T_k, the latest such end of any GPU; only a GPU that already
+computes for step k+1 by then has its edge at that beginning. (Waiting for the first input of step k+1 is no
+beginning: that is how an early stage spends its cooldown.)
 """
 
 from __future__ import annotations
@@ -68,6 +69,23 @@ class Windows:
         return result
 
 
+    def of_spans(self, spans: Spans) -> Int:
+        """For each span the row of the window it belongs to, -1 when none: that of its step unless it comes after it
+        (a receive may be posted before its step begins), else the one it starts in."""
+        width = int(max(self.step.max(initial=0), spans.step.max(initial=0))) + 2
+        key = spans.rank.astype(np.int64) * width + spans.step
+        own = self.rank * width + self.step
+        row = np.minimum(np.searchsorted(own, key), max(len(own) - 1, 0))
+        if not len(own):
+            return np.full(len(spans), -1, dtype=np.int64)
+        labelled = (spans.step >= 0) & (own[row] == key)
+        labelled &= spans.start_ns < self.end_ns[row]
+        out = np.where(labelled, row, -1)
+        rest = np.flatnonzero(~labelled)
+        out[rest] = self.locate(spans.rank[rest].astype(np.int64), spans.start_ns[rest])
+        return out
+
+
 def find_windows(run: Run) -> Windows:
     """Windows of every finished step of every rank; warm-up steps are skipped and named.
 
@@ -101,7 +119,7 @@ def _empty() -> Windows:
 
 @dataclass(frozen=True, eq=False)
 class _Edges:
-    """Per (rank, step): the first thing seen, the first device operation, the own end and how it was found."""
+    """Per (rank, step): the first thing seen, the first compute, the own end and how it was found."""
 
     rank: Int
     step: Int
@@ -145,7 +163,7 @@ def _edges(spans: Spans) -> _Edges | None:
     # A rank whose other steps end with an optimizer has not finished a step that lacks one.
     rank_has = np.isin(ranks, np.unique(ranks[by_optimizer]))
     finished = has_compute & (by_optimizer | ~rank_has)
-    return _Edges(ranks, keys % width, begin, least(device), own_end, by_optimizer, finished)
+    return _Edges(ranks, keys % width, begin, least(compute), own_end, by_optimizer, finished)
 
 
 def _drop_unfinished(e: _Edges) -> _Edges:

@@ -9,7 +9,7 @@ what they cost. Steps with the same structure are columns of the same arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -197,7 +197,12 @@ def _flatten(run: Run, windows: Windows, operations: Operations) -> _Flat:
         operations.end_ns,
         operation=np.arange(len(operations)),
     )
-    row_window = windows.locate(spans.rank.astype(np.int64), spans.start_ns)
+    row_window = windows.of_spans(spans)
+    # What began before the window (a receive posted ahead) is taken as there from the start.
+    low = windows.start_ns[row_window]
+    start = np.where(row_window >= 0, np.maximum(spans.start_ns, low), spans.start_ns)
+    run = replace(run, spans=spans.with_columns(start_ns=start, end_ns=np.maximum(spans.end_ns, start)))
+    spans = run.spans
     row_post = np.full(len(spans), -1, dtype=np.int64)
     row_wait = np.full(len(spans), -1, dtype=np.int64)
     p2p = np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & (spans.device >= 0) & (row_window >= 0)
