@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runner import Runner
-from fake_report import build
+from tests.support.cli_runner import Runner
+from tests.support.fake_report import build
 
 from bubblescope.cli import analyze as command
 from bubblescope.errors import InputError, ThresholdExceeded, UsageError

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runner import Runner
+from tests.support.cli_runner import Runner
 
 TEN_MS = ("cost", "--bubble-ms", "10", "--steps", "10000000")
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runner import Runner
+from tests.support.cli_runner import Runner
 
 from bubblescope.cli import doctor
 

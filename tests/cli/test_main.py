@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_runner import Runner
+from tests.support.cli_runner import Runner
 
 from bubblescope import errors
 from bubblescope.cli import main as cli
