@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.cli_runner import Runner
-from tests.support.fake_report import build
 
 from bubblescope.cli import analyze as command
 from bubblescope.errors import InputError, ThresholdExceeded, UsageError
+from tests.support.cli_runner import Runner
+from tests.support.fake_report import build
 
 
 def test_a_path_that_is_not_there_is_exit_3_with_the_path_and_a_hint(bubblescope: Runner) -> None:

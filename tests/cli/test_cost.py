@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.support.cli_runner import Runner
 
 TEN_MS = ("cost", "--bubble-ms", "10", "--steps", "10000000")
@@ -27,16 +28,12 @@ def test_without_a_price_the_json_has_hours_and_no_money(bubblescope: Runner) ->
 
 
 def test_with_a_price_both_outputs_have_the_money(bubblescope: Runner, tmp_path: Path) -> None:
-    done = bubblescope(
-        *TEN_MS, "--gpus", "8", "--price-per-gpu-hour", "2.5", "--currency", "EUR", "--json", "c.json"
-    )
+    done = bubblescope(*TEN_MS, "--gpus", "8", "--price-per-gpu-hour", "2.5", "--currency", "EUR", "--json", "c.json")
     assert "555.56 EUR" in done.stdout
     assert json.loads((tmp_path / "c.json").read_text())["money"] == pytest.approx(555.5556, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "bad", [("--gpus", "-1"), ("--price-per-gpu-hour", "nan"), ("--price-per-gpu-hour", "-2")]
-)
+@pytest.mark.parametrize("bad", [("--gpus", "-1"), ("--price-per-gpu-hour", "nan"), ("--price-per-gpu-hour", "-2")])
 def test_an_amount_that_makes_no_sense_is_wrong_usage(bad: tuple[str, str], bubblescope: Runner) -> None:
     done = bubblescope(*TEN_MS, *bad)
     assert done.returncode == 2

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.cli_runner import Runner
 
 from bubblescope.cli import doctor
+from tests.support.cli_runner import Runner
 
 
 def test_this_machine_is_described_as_it_is(bubblescope: Runner) -> None:
@@ -39,9 +39,7 @@ def test_without_torch_it_says_that_recording_needs_it(monkeypatch: pytest.Monke
     assert doctor.as_data(found)["torch"]["torch"]["state"] == "missing"
 
 
-def test_a_torch_that_the_hooks_do_not_fit_cannot_be_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_torch_that_the_hooks_do_not_fit_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     monkeypatch.delattr(_PipelineStageBase, "forward_one_chunk")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 import pytest
-from tests.support.cli_runner import Runner
 
 from bubblescope import errors
 from bubblescope.cli import main as cli
+from tests.support.cli_runner import Runner
 
 # A command that fails in a way of the tests' choosing, beside the real ones.
 FAILING = """
@@ -86,9 +86,7 @@ def test_help_loads_no_library_that_is_slow_to_import() -> None:
 def test_help_takes_less_than_150_ms_of_processor_time() -> None:
     def seconds() -> float:
         before = os.times()
-        subprocess.run(
-            [sys.executable, "-m", "bubblescope", "--help"], capture_output=True, check=True, timeout=60
-        )
+        subprocess.run([sys.executable, "-m", "bubblescope", "--help"], capture_output=True, check=True, timeout=60)
         after = os.times()
         used = after.children_user + after.children_system
         return used - before.children_user - before.children_system

@@ -1,0 +1,141 @@
+"""`bubblescope demo` trains for real, and its report finds the stage that was made slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bubblescope as bs
+from bubblescope.cli.demo import parse_imbalance
+from bubblescope.errors import UsageError
+from tests.support.cli_runner import Runner
+
+INTRINSIC = ("warmup", "cooldown", "schedule_steady")
+SLOW = 2
+"""The stage that the demo slows down when nothing is said."""
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One run with defaults, shared by the tests below: what it printed, and its folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [sys.executable, "-m", "bubblescope", "demo"], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done, folder / "demo-out"
+
+
+@pytest.fixture(scope="module")
+def data(demo: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((demo[1] / "report.json").read_text())
+    return loaded
+
+
+Demo = tuple[subprocess.CompletedProcess[str], Path]
+
+
+@pytest.mark.real
+def test_it_leaves_a_page_the_json_and_one_recording_per_stage(demo: Demo) -> None:
+    done, out = demo
+    assert (out / "report.html").stat().st_size > 10_000
+    assert len(list((out / "recording").glob("rank-*.jsonl"))) == 4
+    assert str(Path("demo-out") / "report.html") in done.stdout
+
+
+@pytest.mark.real
+def test_the_loss_of_the_training_falls_and_is_printed(demo: Demo) -> None:
+    found = re.search(r"loss ([\d.]+) → ([\d.]+)", demo[0].stdout)
+    assert found, demo[0].stdout
+    assert float(found[2]) < 0.9 * float(found[1])
+
+
+@pytest.mark.real
+def test_the_job_is_described_as_it_was_started(data: dict[str, Any]) -> None:
+    pipeline = data["pipeline"]
+    assert (pipeline["stages"], pipeline["microbatches"], pipeline["schedule"]) == (4, 8, "1F1B")
+    assert data["source"]["missing_ranks"] == []
+    assert data["steps"]["analysed"] >= 5
+
+
+@pytest.mark.real
+def test_stage_imbalance_is_the_largest_cause_that_is_not_the_schedule_s_own(data: dict[str, Any]) -> None:
+    avoidable = {name: c["seconds"] for name, c in data["causes"].items() if name not in INTRINSIC}
+    assert max(avoidable, key=lambda name: avoidable[name] or 0.0) == "stage_imbalance"
+
+
+@pytest.mark.real
+def test_the_slow_stage_is_the_busiest_and_named_in_the_summary(demo: Demo, data: dict[str, Any]) -> None:
+    busy = {gpu["stage"]: gpu["busy"] for gpu in data["gpus"]}
+    assert max(busy, key=lambda stage: busy[stage]) == SLOW
+    assert re.search(rf"stage {SLOW}\b", demo[0].stdout)
+
+
+@pytest.mark.real
+def test_busy_and_idle_make_the_window_and_causes_make_the_idle_time(data: dict[str, Any]) -> None:
+    for gpu in data["gpus"]:
+        assert gpu["busy"] + gpu["idle"] == pytest.approx(gpu["window"], abs=1e-6)
+        assert sum(gpu["causes"].values()) == pytest.approx(gpu["idle"], abs=1e-6)
+
+
+@pytest.mark.real
+def test_analysing_its_recording_again_gives_the_same_figures(
+    demo: Demo, data: dict[str, Any], bubblescope: Runner
+) -> None:
+    again = json.loads(bubblescope("analyze", str(demo[1] / "recording"), "--json", "-").stdout)
+    for part in ("pipeline", "steps", "gpus", "bubble", "causes", "replay"):
+        assert again[part] == data[part]
+
+
+@pytest.mark.real
+def test_python_and_the_command_line_agree(demo: Demo, data: dict[str, Any]) -> None:
+    report = bs.analyze(bs.load(demo[1] / "recording"), price_per_gpu_hour=2.0)
+    assert report.data["bubble"] == data["bubble"]
+    assert report.data["cost"]["idle_money"] == pytest.approx(2 * data["cost"]["idle_gpu_hours"])
+    assert data["cost"]["idle_money"] is None
+
+
+@pytest.mark.real
+def test_fail_above_exits_5_after_writing_everything(demo: Demo, bubblescope: Runner, tmp_path: Path) -> None:
+    done = bubblescope("analyze", str(demo[1] / "recording"), "--fail-above", "0.01", "--out", "r")
+    assert done.returncode == 5
+    assert "error: bubble fraction" in done.stderr
+    assert (tmp_path / "r" / "report.html").exists()
+
+
+@pytest.mark.real
+def test_running_it_again_into_the_same_folder_does_not_mix_the_two_runs(demo: Demo) -> None:
+    out = demo[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "bubblescope", "demo", "--stages", "2", "--microbatches", "2", "--steps", "4"],
+        cwd=out.parent, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(list((out / "recording").glob("rank-*.jsonl"))) == 2
+
+
+def test_a_factor_per_stage_is_read_as_written() -> None:
+    assert parse_imbalance(("2=1.5", "0=2"), stages=4) == {2: 1.5, 0: 2.0}
+    assert parse_imbalance((), stages=4) == {}
+
+
+@pytest.mark.parametrize("text", ["", "2", "2=", "=2", "a=2", "2=b", "4=2", "-1=2", "2=0", "2=-1", "2=nan", "2=inf"])
+def test_any_other_imbalance_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_imbalance((text,), stages=4)
+
+
+@pytest.mark.parametrize("name", ["2F2B", "ZB-H1", "custom"])
+def test_a_schedule_that_torch_does_not_have_is_wrong_usage_before_anything_starts(
+    name: str, bubblescope: Runner, tmp_path: Path
+) -> None:
+    done = bubblescope("demo", "--schedule", name)
+    assert done.returncode == 2
+    assert "1F1B" in done.stderr
+    assert list(tmp_path.iterdir()) == []
