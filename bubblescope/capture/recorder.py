@@ -21,14 +21,14 @@ from typing import Any
 
 from bubblescope.capture import environment, hooks
 from bubblescope.capture.patching import PatchSet, log
-from bubblescope.capture.steps import Row, StepBuffer, StepRule, columns
+from bubblescope.capture.steps import Event, Label, StepBuffer, StepRule, columns
 from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
 from bubblescope.capture.writer import SCHEMA_VERSION, RankWriter, write_job_file
 from bubblescope.errors import UsageError
 from bubblescope.model.kinds import FROM_SHORT, Kind, Lane
 
-MAX_ROWS = 200_000
-"""Rows kept of one step (some 100 bytes each); more are dropped and counted."""
+MAX_EVENTS = 100_000
+"""Events kept of one step (some 200 bytes each); more are dropped and counted."""
 
 _HOST_LANES = (Lane.HOST, Lane.RANGE)
 
@@ -142,51 +142,39 @@ class Recorder:
         timer = self._timer
         return None if timer is None else timer.mark()
 
-    def add(
-        self,
-        kind: Kind,
-        lane: Lane,
-        start: Any,
-        end: Any,
-        *,
-        stage: int = -1,
-        microbatch: int = -1,
-        peer: int = -1,
-        bytes: int = -1,
-        group: str = "",
-        seq: int = -1,
-        name: str = "",
-        host_end_ns: int = -1,
-    ) -> None:
-        """Record one row. start, end: from `mark`, or host ns for the lanes HOST and RANGE. microbatch: within its
-        schedule call; it is numbered on through the step here."""
+    def add(self, lane: Lane, start: Any, end: Any, labels: tuple[Label, ...], host_end_ns: int = -1) -> None:
+        """Record one interval, a row for each label. start, end: from `mark`, or host ns for the lanes HOST and
+        RANGE. host_end_ns: when the host's call ended, where `end` is not that moment. Called in every hook:
+        appending to a list needs no lock."""
         if start is None or end is None:
             return
-        timer = self._timer
-        device = -1 if lane in _HOST_LANES or timer is None else timer.device_index
-        if host_end_ns >= 0 and isinstance(start, int):
-            host_end_ns = -1
-        with self._lock:
-            buffer = self._rule.current
-            if len(buffer.rows) >= MAX_ROWS:
-                self.drop("rows-per-step")
-                return
-            row = Row(
-                kind, lane, stage, self._chunks.get(stage, -1),
-                microbatch + buffer.offset if microbatch >= 0 else -1,
-                start, end, peer, bytes, group, seq, device, name, -1, host_end_ns,
-            )  # fmt: skip
-            buffer.rows.append(row)
+        buffer = self._rule.current
+        if len(buffer.events) >= MAX_EVENTS:
+            self.drop("events-per-step")
+            return
+        buffer.events.append(Event(lane, start, end, -1, host_end_ns, buffer.offset, labels))
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count rows that were lost, for the next line."""
         with self._lock:
             self._dropped[reason] = self._dropped.get(reason, 0) + count
 
-    def forward_begins(self, device_type: str, device_index: int) -> None:
-        """A forward is about to run on that device: it may open a step."""
-        if self._timer is None:
-            self._choose_timer(device_type, device_index)
+    @property
+    def device_known(self) -> bool:
+        """Whether `use_device` was called: before, `mark` gives None."""
+        return self._timer is not None
+
+    def use_device(self, device_type: str, device_index: int) -> None:
+        """The pipeline's work runs on that device: its kind of clock is used from now on."""
+        if device_type == "cuda":
+            self._timer = cuda_timer(max(device_index, 0))
+            return
+        self._timer = HostTimer()
+        if device_type != "cpu":
+            self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
+
+    def forward_begins(self) -> None:
+        """A forward is about to run: it may open a step."""
         if self._rule.current.optimizer_seen:
             with self._lock:
                 self._rule.work_begins()
@@ -203,8 +191,8 @@ class Recorder:
         with self._lock:
             if self._timer is None:
                 device = layout["device"]
-                self._choose_timer(device["type"], device["index"])
-            if layout != self._layout:
+                self.use_device(device["type"], device["index"])
+            if layout is not self._layout and layout != self._layout:
                 self._layout = layout
                 self._chunks = {stage: i for i, stage in enumerate(sorted(layout["stages"]))}
                 self._start_writer()
@@ -229,14 +217,6 @@ class Recorder:
 
     # ---- steps and lines
 
-    def _choose_timer(self, device_type: str, device_index: int) -> None:
-        if device_type == "cuda":
-            self._timer = cuda_timer(max(device_index, 0))
-            return
-        self._timer = HostTimer()
-        if device_type != "cpu":
-            self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
-
     def _open_step(self, index: int) -> StepBuffer:
         return StepBuffer(
             index,
@@ -245,8 +225,10 @@ class Recorder:
         )
 
     def _close_step(self, buffer: StepBuffer) -> None:
-        if not buffer.sampled or not buffer.rows:
+        if not buffer.sampled or not buffer.events:
             return
+        buffer.chunks = self._chunks
+        buffer.device = 0 if self._timer is None else self._timer.device_index
         ready = [buffer] if self._timer is None else self._timer.close(buffer)
         for finished in ready:
             self._submit(finished)
@@ -260,7 +242,7 @@ class Recorder:
         self._start_writer()
         line = partial(_step_line, buffer, self._account())
         if not self.writer.submit(line):
-            self.drop("queue-full", len(buffer.rows))
+            self.drop("queue-full", len(buffer.events))
 
     def _account(self) -> dict[str, Any]:
         """What happened since the last line: hook hits, losses, own time, warnings."""
@@ -338,7 +320,7 @@ def _step_line(buffer: StepBuffer, account: dict[str, Any]) -> dict[str, Any]:
     flags = {name: True for name in ("warmup", "partial") if getattr(buffer, name)}
     if buffer.evaluation:
         flags["eval"] = True
-    return {"kind": "step", "step": buffer.index, **flags, **columns(buffer.rows), **account, **buffer.extra}
+    return {"kind": "step", "step": buffer.index, **flags, **columns(buffer), **account, **buffer.extra}
 
 
 # ---- the one recorder of this process, and the public functions
@@ -458,13 +440,15 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
         yield
         return
     if meant in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-        recorder.forward_begins(*hooks.default_device())
+        if not recorder.device_known:
+            recorder.use_device(*hooks.default_device())
+        recorder.forward_begins()
     lane = _LANE_OF.get(meant, Lane.COMPUTE)
     start = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
     yield
     if recorder.running and recorder.sampled:
         end = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
-        recorder.add(meant, lane, start, end, stage=stage, microbatch=microbatch)
+        recorder.add(lane, start, end, (Label(meant, stage, microbatch),))
 
 
 def step() -> None:

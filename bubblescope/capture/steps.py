@@ -12,48 +12,59 @@ UNDECIDED_CALLS = 16
 """So many schedule calls without any optimizer step mean that this job has none we can see."""
 
 
-class Row(NamedTuple):
-    """One recorded span. start, end: integer ns, or the device marks that will become them.
+class Label(NamedTuple):
+    """What a recorded event was. Made once and used again in each step, so that recording one costs an append.
 
-    host_start_ns, host_end_ns: the host's own times, -1 on CPU ranks (there they equal start and end).
+    microbatch: within its schedule call. Other fields as in `Spans`; kept for messages and collectives.
     """
 
     kind: Kind
+    stage: int = -1
+    microbatch: int = -1
+    name: str = ""
+    peer: int = -1
+    bytes: int = -1
+    group: str = ""
+    seq: int = -1
+
+
+class Event(NamedTuple):
+    """One interval; becomes a row for each label (messages of one call share it).
+
+    start, end: integer ns, or the device marks that will become them. host_start_ns, host_end_ns: the host's own
+    times, -1 on CPU ranks (there they equal start and end). offset: of its schedule call's micro-batches in the step.
+    """
+
     lane: Lane
-    stage: int
-    chunk: int
-    microbatch: int
     start: Any
     end: Any
-    peer: int
-    bytes: int
-    group: str
-    seq: int
-    device: int
-    name: str
     host_start_ns: int
     host_end_ns: int
+    offset: int
+    labels: tuple[Label, ...]
 
 
 @dataclass
 class StepBuffer:
     """What one step collected. index: step number, -1 for evaluation.
 
-    cuts: (first row, microbatch offset) of each schedule call in it, for splitting it later.
-    extra: device clock readings. accumulated: microbatches of the schedule calls so far.
+    cuts: (first event, microbatch offset) of each schedule call in it, for splitting it later.
+    accumulated: microbatches of the schedule calls so far. chunks: {stage: chunk}. extra: further fields of its line.
     """
 
     index: int
     warmup: bool = False
     evaluation: bool = False
     sampled: bool = True
-    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     cuts: list[tuple[int, int]] = field(default_factory=list)
     offset: int = 0
     accumulated: int = 0
     busy: bool = False
     optimizer_seen: bool = False
     partial: bool = False
+    device: int = 0
+    chunks: dict[int, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,25 +73,38 @@ def kind_text(kind: Kind) -> str:
     return SHORT.get(kind, kind.name)
 
 
-def columns(rows: list[Row]) -> dict[str, Any]:
-    """The rows as columns; `name` and `group` become indices into tables of the line.
+_HOST_LANES = (Lane.HOST, Lane.RANGE)
 
-    >>> row = Row(Kind.FORWARD, Lane.COMPUTE, 2, 0, 5, 10, 20, -1, -1, "", -1, 0, "", -1, -1)
-    >>> made = columns([row])
-    >>> made["columns"]["kind"], made["columns"]["microbatch"], made["texts"]
-    (['F'], [5], [''])
+
+def columns(buffer: StepBuffer) -> dict[str, Any]:
+    """The events as columns, a row for each label; `name` and `group` are indices into the line's `texts`.
+
+    >>> buffer = StepBuffer(4, chunks={2: 1})
+    >>> buffer.events.append(Event(Lane.COMPUTE, 10, 20, -1, -1, 8, (Label(Kind.FORWARD, 2, 5),)))
+    >>> made = columns(buffer)
+    >>> made["columns"]["kind"], made["columns"]["chunk"], made["columns"]["microbatch"], made["texts"]
+    (['F'], [1], [13], [''])
     """
     texts: dict[str, int] = {"": 0}
-    across = list(zip(*rows, strict=True)) if rows else [()] * len(Row._fields)
-    made: dict[str, list[Any]] = dict(zip(Row._fields, map(list, across), strict=True))
-    made["kind"] = [kind_text(kind) for kind in made["kind"]]
-    made["lane"] = [lane.name.lower() for lane in made["lane"]]
-    made["group"] = [texts.setdefault(text, len(texts)) for text in made["group"]]
-    made["name"] = [texts.setdefault(text, len(texts)) for text in made["name"]]
-    made["start_ns"] = made.pop("start")
-    made["end_ns"] = made.pop("end")
-    if all(value == -1 for value in made["host_start_ns"]):
-        del made["host_start_ns"], made["host_end_ns"]
+    rows = [(event, label) for event in buffer.events for label in event.labels]
+    made: dict[str, list[Any]] = {
+        "kind": [kind_text(label.kind) for _, label in rows],
+        "lane": [event.lane.name.lower() for event, _ in rows],
+        "stage": [label.stage for _, label in rows],
+        "chunk": [buffer.chunks.get(label.stage, -1) for _, label in rows],
+        "microbatch": [e.offset + label.microbatch if label.microbatch >= 0 else -1 for e, label in rows],
+        "start_ns": [event.start for event, _ in rows],
+        "end_ns": [event.end for event, _ in rows],
+        "peer": [label.peer for _, label in rows],
+        "bytes": [label.bytes for _, label in rows],
+        "group": [texts.setdefault(label.group, len(texts)) for _, label in rows],
+        "seq": [label.seq for _, label in rows],
+        "device": [-1 if event.lane in _HOST_LANES else buffer.device for event, _ in rows],
+        "name": [texts.setdefault(label.name, len(texts)) for _, label in rows],
+    }
+    if any(event.host_start_ns >= 0 for event in buffer.events):
+        made["host_start_ns"] = [event.host_start_ns for event, _ in rows]
+        made["host_end_ns"] = [event.host_end_ns for event, _ in rows]
     return {"columns": made, "texts": list(texts)}
 
 
@@ -112,7 +136,7 @@ class StepRule:
     def step(self) -> None:
         """The user says that a step ends here; from now on only the user does."""
         self._mode = "manual"
-        if self.current.rows or self.current.busy or not self.current.sampled:
+        if self.current.events or self.current.busy or not self.current.sampled:
             self._roll()
 
     def work_begins(self) -> None:
@@ -122,7 +146,7 @@ class StepRule:
         if self.current.optimizer_seen or (self._mode == "schedule" and self.current.cuts):
             self._roll()
         elif self._mode == "undecided" and self.current.cuts and self._pending_cut is None:
-            self._pending_cut = len(self.current.rows)
+            self._pending_cut = len(self.current.events)
 
     def schedule_begins(self, microbatches: int, training: bool) -> None:
         """A schedule call with that many microbatches begins."""
@@ -138,7 +162,7 @@ class StepRule:
             self._mode = "schedule"
             self._split()
         here = self.current
-        cut = len(here.rows) if self._pending_cut is None else self._pending_cut
+        cut = len(here.events) if self._pending_cut is None else self._pending_cut
         self._pending_cut = None
         here.offset = here.accumulated
         here.accumulated += microbatches
@@ -162,18 +186,17 @@ class StepRule:
     def _split(self) -> None:
         """No optimizer came: what was taken for one step was one step for each schedule call."""
         whole = self.current
-        tail = len(whole.rows) if self._pending_cut is None else self._pending_cut
+        tail = len(whole.events) if self._pending_cut is None else self._pending_cut
         starts = [0, *(cut for cut, _ in whole.cuts[1:]), tail]
         for i, (_, offset) in enumerate(whole.cuts):
             part = self._make(whole.index + i)
-            part.rows = [
-                row._replace(microbatch=row.microbatch - offset) if row.microbatch >= 0 else row
-                for row in whole.rows[starts[i] : starts[i + 1]]
+            part.events = [
+                event._replace(offset=event.offset - offset) for event in whole.events[starts[i] : starts[i + 1]]
             ]
             part.extra = whole.extra
             self._close(part)
         self.current = self._make(whole.index + len(whole.cuts))
-        self.current.rows = whole.rows[tail:]
+        self.current.events = whole.events[tail:]
         self._pending_cut = None
 
     def finish(self) -> None:
@@ -190,5 +213,5 @@ class StepRule:
             here.partial = not here.optimizer_seen
         else:
             here.partial = True
-        if here.rows and here.busy:
+        if here.events and here.busy:
             self._close(here)

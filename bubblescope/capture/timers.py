@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-from bubblescope.capture.steps import Row, StepBuffer
+from bubblescope.capture.steps import Event, StepBuffer
 
 ANCHOR_EVERY_NS = 4_000_000_000
 """elapsed_time is float32 milliseconds: up to 4 s from its anchor it is exact to a quarter of a microsecond."""
@@ -147,7 +147,7 @@ class CudaTimer:
             time.sleep(0.002)
             ready += self._ready(0)
         for buffer in self._waiting:
-            self._lost["not-finished-at-end"] = self._lost.get("not-finished-at-end", 0) + len(buffer.rows)
+            self._lost["not-finished-at-end"] = self._lost.get("not-finished-at-end", 0) + len(buffer.events)
         self._waiting.clear()
         return ready
 
@@ -158,7 +158,7 @@ class CudaTimer:
     def _ready(self, late: int) -> list[StepBuffer]:
         ready = []
         while len(self._waiting) > late:
-            marks = _marks(self._waiting[0].rows)
+            marks = _marks(self._waiting[0].events)
             if not all(mark.event.query() for mark in reversed(marks)):
                 break
             buffer = self._waiting.popleft()
@@ -170,7 +170,7 @@ class CudaTimer:
     def _settle(self, buffer: StepBuffer, marks: list[Mark]) -> None:
         for mark in marks:
             self._since_origin(mark)
-        buffer.rows = [self._plain(row) for row in buffer.rows]
+        buffer.events = [self._plain(event) for event in buffer.events]
         kept = {id(mark) for mark in self._anchors}
         self._free.extend(mark.event for mark in marks if id(mark) not in kept)
         # An anchor is needed until every mark that counts from it is placed, the next anchor among them.
@@ -186,21 +186,20 @@ class CudaTimer:
             mark.since_origin_ns = base + round(mark.anchor.event.elapsed_time(mark.event) * 1e6)
         return mark.since_origin_ns
 
-    def _plain(self, row: Row) -> Row:
-        if not isinstance(row.start, Mark):
-            return row
-        host_end = row.host_end_ns if row.host_end_ns >= 0 else row.end.host_ns
-        return row._replace(
-            start=self._origin_ns + self._since_origin(row.start),
-            end=self._origin_ns + self._since_origin(row.end),
-            host_start_ns=row.start.host_ns,
-            host_end_ns=host_end,
+    def _plain(self, event: Event) -> Event:
+        if not isinstance(event.start, Mark):
+            return event
+        return event._replace(
+            start=self._origin_ns + self._since_origin(event.start),
+            end=self._origin_ns + self._since_origin(event.end),
+            host_start_ns=event.start.host_ns,
+            host_end_ns=event.host_end_ns if event.host_end_ns >= 0 else event.end.host_ns,
         )
 
 
-def _marks(rows: list[Row]) -> list[Mark]:
+def _marks(events: list[Event]) -> list[Mark]:
     """Each mark once, in the order it was recorded."""
-    found = {id(m): m for row in rows for m in (row.start, row.end) if isinstance(m, Mark)}
+    found = {id(m): m for event in events for m in (event.start, event.end) if isinstance(m, Mark)}
     return sorted(found.values(), key=lambda mark: mark.host_ns)
 
 

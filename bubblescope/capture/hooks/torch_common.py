@@ -7,6 +7,7 @@ import threading
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
 
 if TYPE_CHECKING:
@@ -46,16 +47,16 @@ def install(recorder: Recorder) -> None:
 
 def _hook_optimizers(recorder: Recorder) -> None:
     """Through torch's own global hooks. A wrapper that steps an inner optimizer counts once (the outermost)."""
-    label = "optimizer.step"
+    name = "optimizer.step"
     try:
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
         )
     except ImportError:
-        recorder.patches.refuse(label, "torch.optim has no global step hooks")
+        recorder.patches.refuse(name, "torch.optim has no global step hooks")
         return
-    hook = recorder.patches.hook(label)
+    hook = recorder.patches.hook(name)
     depth = threading.local()
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -82,7 +83,8 @@ def _hook_optimizers(recorder: Recorder) -> None:
                 return
             if start is not None:
                 end = recorder.mark()
-                recorder.add(Kind.OPTIMIZER, Lane.COMPUTE, start, end, name=type(optimizer).__name__)
+                label = Label(Kind.OPTIMIZER, name=type(optimizer).__name__)
+                recorder.add(Lane.COMPUTE, start, end, (label,))
             recorder.optimizer_stepped()
             hook.hits += 1
             hook.own_ns += perf_counter_ns() - entered
@@ -97,6 +99,7 @@ def _hook_data_loading(recorder: Recorder) -> None:
     from torch.utils.data import dataloader
 
     inside = threading.local()
+    loading = (Label(Kind.DATA, name="DataLoader"),)
 
     def before(iterator: Any) -> int | None:
         if getattr(inside, "loading", False):
@@ -111,7 +114,7 @@ def _hook_data_loading(recorder: Recorder) -> None:
     def after(start: int, batch: Any) -> None:
         inside.loading = False
         if recorder.sampled:
-            recorder.add(Kind.DATA, Lane.HOST, start, perf_counter_ns(), name="DataLoader")
+            recorder.add(Lane.HOST, start, perf_counter_ns(), loading)
 
     recorder.patches.around(
         dataloader._BaseDataLoaderIter,
@@ -204,9 +207,8 @@ class _Collectives:
         recorder = self._recorder
         now = perf_counter_ns()
         end = start if lane is Lane.POST and not isinstance(start, int) else recorder.mark()
-        recorder.add(
-            Kind.COLLECTIVE, lane, start, end, bytes=size, group=text, seq=number, name=name, host_end_ns=now
-        )
+        label = Label(Kind.COLLECTIVE, name=name, bytes=size, group=text, seq=number)
+        recorder.add(lane, start, end, (label,), now)
 
     def group_text(self, group: Any) -> str:
         """Group name and member ranks: names alone repeat between sibling groups."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bubblescope.capture.hooks.torch_common import group_name
+from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ SCHEDULES = {
 """torch's class name → our schedule name; other classes are "custom"."""
 
 _TENSORS_PER_MESSAGE = 64
+_MAX_LABELS = 20_000
 
 
 def knows(thing: Any) -> bool:
@@ -58,15 +59,12 @@ def install(recorder: Recorder) -> None:
 # ---- compute
 
 
-@dataclass(frozen=True)
-class _Running:
-    """One operation that is running: what it is and when it began."""
+class _Running(NamedTuple):
+    """One operation that is running: its key in the guard, what it is, and when it began."""
 
-    kind: Kind
-    stage: Any
-    microbatch: int
+    key: tuple[Kind, int, int]
+    labels: tuple[Label, ...]
     start: Any
-    name: str = ""
 
 
 class _Guard:
@@ -75,60 +73,57 @@ class _Guard:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._running: set[tuple[Kind, int, int]] = set()
+        self._labels: dict[tuple[Kind, int, int], tuple[Label, ...]] = {}
 
-    def enter(self, kind: Kind, stage: Any, microbatch: int, name: str = "") -> _Running | None:
-        key = (kind, id(stage), microbatch)
+    def enter(self, kind: Kind, stage: int, microbatch: int, name: str = "") -> _Running | None:
+        key = (kind, stage, microbatch)
         if key in self._running:
             return None
-        made = _Running(kind, stage, microbatch, self._recorder.mark(), name)
+        labels = self._labels.get(key)
+        if labels is None:
+            labels = self._labels[key] = (Label(kind, stage, microbatch, name),)
         self._running.add(key)
-        return made
+        return _Running(key, labels, self._recorder.mark())
 
     def abort(self, op: _Running) -> None:
-        self._running.discard((op.kind, id(op.stage), op.microbatch))
+        self._running.discard(op.key)
 
     def leave(self, op: _Running, result: Any) -> None:
         end = self._recorder.mark()
-        self.abort(op)
-        self._recorder.add(
-            op.kind,
-            Lane.COMPUTE,
-            op.start,
-            end,
-            stage=op.stage.stage_index,
-            microbatch=op.microbatch,
-            name=op.name,
-        )
+        self._running.discard(op.key)
+        self._recorder.add(Lane.COMPUTE, op.start, end, op.labels)
 
 
 def _hook_compute(recorder: Recorder, base: Any, schedule: Any) -> None:
     guard = _Guard(recorder)
 
     def forward(stage: Any, microbatch: int) -> _Running | None:
-        recorder.forward_begins(*_device(stage))
-        return guard.enter(Kind.FORWARD, stage, microbatch) if recorder.sampled else None
+        if not recorder.device_known:
+            recorder.use_device(*_device(stage))
+        recorder.forward_begins()
+        return guard.enter(Kind.FORWARD, stage.stage_index, microbatch) if recorder.sampled else None
 
     def backward(stage: Any, microbatch: int, full: bool) -> _Running | None:
         if not recorder.sampled or not stage.has_backward:
             return None
-        return guard.enter(Kind.BACKWARD if full else Kind.BACKWARD_INPUT, stage, microbatch)
+        return guard.enter(Kind.BACKWARD if full else Kind.BACKWARD_INPUT, stage.stage_index, microbatch)
 
     def weight(stage: Any, microbatch: int) -> _Running | None:
         if not recorder.sampled or not stage.has_backward:
             return None
         # On the first stage torch does nothing for I and the whole backward for W, unless dW is the user's own.
         whole = stage.is_first and getattr(stage, "dw_builder", None) is None
-        return guard.enter(Kind.BACKWARD_WEIGHT, stage, microbatch, "full backward" if whole else "")
+        return guard.enter(Kind.BACKWARD_WEIGHT, stage.stage_index, microbatch, "full backward" if whole else "")
 
     def reduce(stage: Any) -> _Running | None:
         if not recorder.sampled or not stage.has_backward:
             return None
-        return guard.enter(Kind.OTHER, stage, -1, "reduce_grad")
+        return guard.enter(Kind.OTHER, stage.stage_index, -1, "reduce_grad")
 
     def loss(owner: Any, stage: Any, microbatch: int) -> _Running | None:
         if not recorder.sampled or not stage.is_last or owner._loss_fn is None:
             return None
-        return guard.enter(Kind.LOSS, stage, microbatch)
+        return guard.enter(Kind.LOSS, stage.stage_index, microbatch)
 
     around = functools.partial(recorder.patches.around, after=guard.leave, abort=guard.abort)
     around(base, "forward_one_chunk", "forward", needs=("self", "fwd_chunk_id"), before=forward)
@@ -156,51 +151,45 @@ def _device(stage: Any) -> tuple[str, int]:
 # ---- messages
 
 
-@dataclass(frozen=True)
-class _Message:
-    """One tensor on its way, as either end sees it. seq: a number that both ends compute alike."""
-
-    kind: Kind
-    direction: str
-    stage: int
-    microbatch: int
-    peer: int
-    bytes: int
-    group: str
-    seq: int
-
-
-@dataclass
 class _Messages:
     """What P2P operations carry: noted when the stage builds them, used when they are posted and waited for."""
 
-    recorder: Recorder
-    _in_flight: dict[int, tuple[Any, list[_Message]]] = field(default_factory=dict)
-    _inside: threading.local = field(default_factory=threading.local)
-    _pipelines: weakref.WeakKeyDictionary[Any, tuple[Any, list[int], str]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._in_flight: dict[int, tuple[Any, tuple[Label, ...]]] = {}
+        self._inside = threading.local()
+        self._pipelines: weakref.WeakKeyDictionary[Any, tuple[Any, list[int], str]] = weakref.WeakKeyDictionary()
+        self._labels: dict[tuple[Any, ...], Label] = {}
 
     def note(self, kind: Kind, direction: str, call: tuple[Any, int], ops: Any) -> None:
         """The stage built `ops` for one micro-batch: write on each what it carries."""
         stage, microbatch = call
-        ranks, group = self._pipeline(stage)
         seen: dict[int, int] = {}
         for op in ops:
-            peer = int(op.peer)
+            peer = op.peer
             index = seen[peer] = seen.get(peer, -1) + 1
-            consumer = stage.stage_index if kind is Kind.RECV else _consumer(stage, direction, peer, ranks)
-            seq = ((microbatch * stage.num_stages + consumer) * 2 + (direction == "grad")) * _TENSORS_PER_MESSAGE
-            op._bubblescope = _Message(
-                kind,
-                direction,
-                stage.stage_index,
-                microbatch,
-                peer,
-                op.tensor.numel() * op.tensor.element_size(),
-                group,
-                seq + index % _TENSORS_PER_MESSAGE,
-            )
+            key = (kind, direction, stage.stage_index, microbatch, peer, op.tensor.nbytes, index, id(stage))
+            label = self._labels.get(key)
+            if label is None:
+                label = self._labels[key] = self._label(kind, direction, stage, microbatch, op, index)
+            op._bubblescope = label
+
+    def _label(self, kind: Kind, direction: str, stage: Any, microbatch: int, op: Any, index: int) -> Label:
+        """`seq` numbers the message so that both ends compute the same."""
+        ranks, group = self._pipeline(stage)
+        peer = int(op.peer)
+        consumer = stage.stage_index if kind is Kind.RECV else _consumer(stage, direction, peer, ranks)
+        seq = ((microbatch * stage.num_stages + consumer) * 2 + (direction == "grad")) * _TENSORS_PER_MESSAGE
+        return Label(
+            kind,
+            stage.stage_index,
+            microbatch,
+            direction,
+            peer,
+            int(op.tensor.nbytes),
+            group,
+            seq + index % _TENSORS_PER_MESSAGE,
+        )
 
     def _pipeline(self, stage: Any) -> tuple[list[int], str]:
         """Ranks of all stages and name of the group, kept until a schedule maps its stages anew."""
@@ -211,10 +200,10 @@ class _Messages:
             known = self._pipelines[stage] = (mapping, _stage_ranks(stage), group_name(group, _ranks(group)))
         return known[1], known[2]
 
-    def post_begins(self, ops: Any) -> tuple[Any, list[_Message]] | None:
+    def post_begins(self, ops: Any) -> tuple[Any, tuple[Label, ...]] | None:
         if not ops or not self.recorder.sampled or getattr(self._inside, "busy", False):
             return None
-        carried = [op._bubblescope for op in ops if hasattr(op, "_bubblescope")]
+        carried = tuple([op._bubblescope for op in ops if hasattr(op, "_bubblescope")])
         if not carried:
             return None
         self._inside.busy = True
@@ -223,66 +212,48 @@ class _Messages:
     def post_fails(self, token: Any) -> None:
         self._inside.busy = False
 
-    def post_ends(self, token: tuple[Any, list[_Message]], works: Any) -> Any:
+    def post_ends(self, token: tuple[Any, tuple[Label, ...]], works: Any) -> Any:
         self._inside.busy = False
         start, carried = token
         now = perf_counter_ns()
         # On a CPU rank posting takes the CPU's time; on a GPU rank it is a moment on the compute stream.
         end = self.recorder.mark() if isinstance(start, int) else start
-        for message in carried:
-            self._add(message, Lane.POST, start, end, now)
+        self.recorder.add(Lane.POST, start, end, carried, now if end is start else -1)
         if isinstance(works, list):
             self._follow(works, carried)
             return None
         return None if works is None else _TimedWork(works, self, carried)
 
-    def _follow(self, works: list[Any], carried: list[_Message]) -> None:
+    def _follow(self, works: list[Any], carried: tuple[Label, ...]) -> None:
         alone = len(works) == len(carried)
         for i, work in enumerate(works):
             if work is not None:  # the reference keeps id() from being used again
-                self._in_flight[id(work)] = (work, [carried[i]] if alone else carried)
+                self._in_flight[id(work)] = (work, carried[i : i + 1] if alone else carried)
                 if not alone:
                     break  # one work stands for the whole coalesced batch
 
-    def wait_begins(self, works: Any) -> tuple[Any, list[_Message]] | None:
+    def wait_begins(self, works: Any) -> tuple[Any, tuple[Label, ...]] | None:
         found = [self._in_flight.pop(id(work), None) for work in works or ()]
-        carried = [message for entry in found if entry is not None for message in entry[1]]
+        carried = tuple([label for entry in found if entry is not None for label in entry[1]])
         if not carried or not self.recorder.sampled:
             return None
         return self.recorder.mark(), carried
 
-    def wait_ends(self, token: tuple[Any, list[_Message]], result: Any) -> None:
+    def wait_ends(self, token: tuple[Any, tuple[Label, ...]], result: Any) -> None:
         start, carried = token
-        end = self.recorder.mark()
-        now = perf_counter_ns()
-        for message in carried:
-            self._add(message, Lane.WAIT, start, end, now)
+        self.recorder.add(Lane.WAIT, start, self.recorder.mark(), carried)
 
     def forget(self) -> None:
         """Drop what nobody waited for, so that nothing is kept alive beyond its schedule call."""
         self._in_flight.clear()
-
-    def _add(self, message: _Message, lane: Lane, start: Any, end: Any, host_end_ns: int) -> None:
-        self.recorder.add(
-            message.kind,
-            lane,
-            start,
-            end,
-            stage=message.stage,
-            microbatch=message.microbatch,
-            peer=message.peer,
-            bytes=message.bytes,
-            group=message.group,
-            seq=message.seq,
-            name=message.direction,
-            host_end_ns=host_end_ns,
-        )
+        if len(self._labels) > _MAX_LABELS:  # message sizes that change in every step
+            self._labels.clear()
 
 
 class _TimedWork:
     """torch 2.4 and 2.5 return one Work and wait on it directly: this stands in for it and times the wait."""
 
-    def __init__(self, work: Any, messages: _Messages, carried: list[_Message]) -> None:
+    def __init__(self, work: Any, messages: _Messages, carried: tuple[Label, ...]) -> None:
         self._work = work
         self._messages = messages
         self._carried = carried
@@ -293,7 +264,7 @@ class _TimedWork:
         result = self._work.wait(*args, **kwargs)
         if start is not None and recorder.running:
             self._messages.wait_ends((start, self._carried), None)
-            self._carried = []
+            self._carried = ()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -367,11 +338,21 @@ def _consumer(stage: Any, direction: str, peer: int, ranks: list[int]) -> int:
 
 def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None:
     inside = threading.local()
+    described: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
+    ranges = {name: (Label(Kind.STEP, name=name),) for name in ("step", "eval")}
+
+    def layout(schedule: Any) -> dict[str, Any]:
+        stages = _stages(schedule)
+        shape = (schedule._n_microbatches, len(stages), stages[0].stage_index)
+        known = described.get(schedule)
+        if known is None or known[0] != shape:
+            known = described[schedule] = (shape, describe(schedule))
+        return known[1]
 
     def before(schedule: Any) -> tuple[Any, int] | None:
         if getattr(inside, "busy", False):
             return None
-        recorder.schedule_begins(describe(schedule), bool(getattr(schedule, "_has_backward", True)))
+        recorder.schedule_begins(layout(schedule), bool(getattr(schedule, "_has_backward", True)))
         inside.busy = True
         return schedule, perf_counter_ns()
 
@@ -384,7 +365,7 @@ def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None
         schedule, start = token
         if recorder.sampled:
             name = "step" if getattr(schedule, "_has_backward", True) else "eval"
-            recorder.add(Kind.STEP, Lane.RANGE, start, perf_counter_ns(), name=name)
+            recorder.add(Lane.RANGE, start, perf_counter_ns(), ranges[name])
         messages.forget()
         recorder.schedule_ends()
 
@@ -394,9 +375,13 @@ def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None
         )
 
 
+def _stages(schedule: Any) -> list[Any]:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
 def describe(schedule: Any) -> dict[str, Any]:
     """The layout line's fields: who runs which stage, how many micro-batches, by which schedule."""
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    stages = _stages(schedule)
     first = stages[0]
     kind, index = _device(first)
     names = (SCHEDULES.get(cls.__name__) for cls in type(schedule).__mro__)
