@@ -1,0 +1,22 @@
+"""What belongs together across ranks, on one clock. Works on a Run from any reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bubblescope.align.clock import align
+from bubblescope.align.match import Messages, match, wait_transfer
+from bubblescope.label import label
+from bubblescope.model import Run
+
+__all__ = ["PASSES", "Messages", "align", "label", "match", "prepare", "wait_transfer"]
+
+PASSES: list[Callable[[Run], Run]] = [label, match, align]
+"""In this order. Each fills only what is open, so that a recording keeps what it knows."""
+
+
+def prepare(run: Run) -> Run:
+    """From what was measured to what can be analysed: labelled, matched, aligned."""
+    for one in PASSES:
+        run = one(run)
+    return run

@@ -1,0 +1,138 @@
+"""Readers: files made by others, or by our recorder, become a `Run`. Nothing is concluded here.
+
+A new format is one new module here and one line in `FORMATS`. A module has ``can_read(path: Path) -> bool``
+(a file or folder) and ``read(paths) -> Run``; where `Format.files` is true it is given single files, and takes
+``options`` and ``executor``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from bubblescope.errors import InputError, UsageError
+from bubblescope.ingest import discover
+from bubblescope.ingest.options import DEFAULT, ReadOptions
+from bubblescope.ingest.parallel import Executor
+from bubblescope.model import Run
+
+__all__ = ["FORMATS", "Format", "ReadOptions", "read"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A reader by name; its module is imported when it is needed."""
+
+    name: str
+    module: str
+    files: bool = False
+
+    def load(self) -> Any:
+        return importlib.import_module(self.module)
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("recording", "bubblescope.ingest.recording"),
+        Format("kineto", "bubblescope.ingest.kineto", files=True),
+    )
+}
+"""In the order in which they are asked whether they can read a path."""
+
+
+def read(
+    paths: str | Path | Sequence[str | Path],
+    format: str = "auto",
+    executor: Executor | None = None,
+    options: ReadOptions = DEFAULT,
+) -> Run:
+    """The run that `paths` (files, folders, globs, fsspec URLs) hold, all of one format.
+
+    Raises InputError when there is nothing to read or formats are mixed, UsageError for an unknown `format`.
+    """
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not given:
+        raise UsageError("no path was given")
+    found = discover.expand([str(p) for p in given])
+    candidates = _candidates(format)
+    claims = {f.name: units for f in candidates if (units := _claimed(f, found, only=len(candidates) == 1))}
+    if not claims:
+        claims = _hopeful(candidates, found)
+    chosen = _choose(claims, found)
+    module = chosen.load()
+    if chosen.files:
+        return cast(Run, module.read(claims[chosen.name], options=options, executor=executor))
+    return cast(Run, module.read([Path(u) for u in claims[chosen.name]]))
+
+
+def _candidates(format: str) -> list[Format]:
+    if format == "auto":
+        return list(FORMATS.values())
+    if format not in FORMATS:
+        raise UsageError(f"unknown format '{format}'", hint=f"one of auto, {', '.join(FORMATS)}")
+    return [FORMATS[format]]
+
+
+def _claimed(reader: Format, found: list[discover.Found], *, only: bool) -> list[str]:
+    """What of `found` this reader takes. A format that the user named takes any file that was named with it."""
+    module = reader.load()
+    units: list[str] = []
+    for item in found:
+        if discover.is_url(item.unit):
+            if reader.files and (only or (module.looks_like(item.unit) and module.sniff(item.unit))):
+                units.append(item.unit)
+            continue
+        path = Path(item.unit)
+        if path.is_dir() and reader.files:
+            units.extend(_in_folder(module, item.unit))
+        elif (only and path.is_file()) or module.can_read(path):
+            units.append(item.unit)
+    return units
+
+
+def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:
+    """Files that only by their name are traces: reading them says what is wrong with them."""
+    for reader in candidates:
+        if reader.files:
+            module = reader.load()
+            units = [f.unit for f in found if module.looks_like(f.unit) and not Path(f.unit).is_dir()]
+            if units:
+                return {reader.name: units}
+    return {}
+
+
+def _in_folder(module: Any, folder: str) -> list[str]:
+    """Trace files of a folder. Once one of them is a trace, damaged ones with such names belong to it too."""
+    named = discover.files_below(folder, module.looks_like)
+    good = {n for n in named if module.can_read(Path(n))}
+    shapes = {_shape(n) for n in good}
+    return [n for n in named if n in good or _shape(n) in shapes]
+
+
+def _shape(path: str) -> str:
+    """A file name without its numbers: ranks of one job differ only in these."""
+    return "".join("#" if c.isdigit() else c for c in Path(path).name)
+
+
+def _choose(claims: dict[str, list[str]], found: list[discover.Found]) -> Format:
+    if not claims:
+        raise InputError(
+            f"no readable trace or recording among {len(found)} paths",
+            hint=f"formats: {', '.join(FORMATS)}; see 'bubblescope analyze --help'",
+            where=found[0].unit,
+        )
+    if len(claims) == 1:
+        return FORMATS[next(iter(claims))]
+    # A folder of a recording may hold reports and traces as well: the first format wins if it claims all.
+    for name, units in claims.items():
+        if len(units) >= len(found):
+            return FORMATS[name]
+    raise InputError(
+        f"the paths mix formats: {', '.join(f'{len(u)} {n}' for n, u in claims.items())}",
+        hint="name one with --format, or give the paths of one format only",
+        where=found[0].unit,
+    )

@@ -1,0 +1,32 @@
+"""What every kernel is for: names and messages -> kind, stage, micro-batch. A pass is a function Run -> Run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bubblescope.label import generic, schedule, structure, torch_pipelining
+from bubblescope.model import Run
+
+Pass = Callable[[Run], Run]
+
+LABELS: list[Pass] = [
+    torch_pipelining.label,
+    generic.label_optimizer,
+    structure.label,
+    torch_pipelining.label_messages,
+    generic.label,
+    generic.label_waits,
+    generic.label_chunks,
+    generic.label_microbatch_count,
+    schedule.label,
+]
+"""In this order: the surest evidence first. Each only fills what is still open."""
+
+
+def label(run: Run) -> Run:
+    """All passes. A recording knows what it recorded, and passes through as it is."""
+    if run.source.format == "recording":
+        return run
+    for one in LABELS:
+        run = one(run)
+    return run

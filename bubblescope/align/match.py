@@ -1,0 +1,367 @@
+"""Which sends and receives are one message, and which kernels are one collective (ATTRIBUTION.md §3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.algebra import intervals
+from bubblescope.model import Kind, Lane, Notice, Run
+
+Int = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+_SHIFTS = 16
+
+
+def match(run: Run) -> Run:
+    """Fill `Links.p2p`, `Links.p2p_wait` and `Links.collective` where they are empty.
+
+    Key: (communicator, source, destination, k-th in host issue order). Where the two sides count differently
+    within a step, heads or tails are dropped by the smallest shift that satisfies bytes and, on one clock,
+    causality; what stays unmatched is counted in a Notice.
+    """
+    if len(run.links.p2p) == 0:
+        run = _match_p2p(run)
+    return _match_collectives(run) if len(run.links.collective) == 0 else run
+
+
+def issue_time(run: Run) -> Int:
+    """Start of the launch where it is known, else of the row itself."""
+    at = run.spans.start_ns.copy()
+    launch = run.links.launch
+    if len(launch):
+        at[launch[:, 1]] = run.spans.start_ns[launch[:, 0]]
+    return at
+
+
+# --- point to point ------------------------------------------------------------------------------------------
+
+
+def _match_p2p(run: Run) -> Run:
+    spans = run.spans
+    rows = np.flatnonzero(
+        np.isin(spans.kind, (Kind.SEND, Kind.RECV))
+        & np.isin(spans.lane, (Lane.COMM, Lane.POST))
+        & (spans.peer >= 0)
+        & (spans.peer != spans.rank)
+    )
+    if len(rows) == 0:
+        return run
+    rows = rows[np.lexsort((rows, issue_time(run)[rows]))]
+    sends, receives = _queues(run, rows)
+    present = set(run.ranks)
+    pairs: list[tuple[Int, Int]] = []
+    lost: Counter[str] = Counter()
+    shifted = 0
+    for key in sorted(set(sends) | set(receives)):
+        _, source, destination = key
+        if source not in present or destination not in present:
+            lost["one end has no trace"] += len(sends.get(key, ())) + len(receives.get(key, ()))
+            continue
+        a, b = np.array(sends.get(key, []), dtype=np.int64), np.array(receives.get(key, []), dtype=np.int64)
+        mine, theirs, moved = _pair(run, a, b)
+        shifted += moved
+        pairs.append((mine, theirs))
+        lost["no counterpart"] += len(a) + len(b) - 2 * len(mine)
+    p2p = np.concatenate([np.stack(p, axis=1) for p in pairs]) if pairs else np.empty((0, 2), np.int64)
+    p2p = p2p[np.lexsort((p2p[:, 1], spans.start_ns[p2p[:, 0]]))]
+    links = replace(run.links, p2p=p2p, p2p_wait=_waits(run, p2p))
+    return replace(run, links=links).with_notices(*_p2p_notices(len(p2p), lost, shifted))
+
+
+def _queues(run: Run, rows: Int) -> tuple[dict[tuple[int, int, int], list[int]], dict[tuple[int, int, int], list[int]]]:
+    """(communicator, source, destination) -> rows in issue order, for sends and for receives."""
+    spans = run.spans
+    group = _one_name_per_pair(run, rows)
+    sends: dict[tuple[int, int, int], list[int]] = {}
+    receives: dict[tuple[int, int, int], list[int]] = {}
+    for i, row in enumerate(rows.tolist()):
+        rank, peer = int(spans.rank[row]), int(spans.peer[row])
+        if spans.kind[row] == Kind.SEND:
+            sends.setdefault((int(group[i]), rank, peer), []).append(row)
+        else:
+            receives.setdefault((int(group[i]), peer, rank), []).append(row)
+    return sends, receives
+
+
+def _one_name_per_pair(run: Run, rows: Int) -> Int:
+    """The communicator of each row; 0 for a pair of ranks whose two ends do not name the same set of them.
+
+    Names of subgroups are counters in some versions and differ between ranks: then only the pair is a key.
+    """
+    spans = run.spans
+    source = np.where(spans.kind[rows] == Kind.SEND, spans.rank[rows], spans.peer[rows])
+    destination = np.where(spans.kind[rows] == Kind.SEND, spans.peer[rows], spans.rank[rows])
+    group = spans.group[rows].astype(np.int64)
+    named: dict[tuple[int, int], dict[int, set[int]]] = {}
+    for s, d, kind, g in zip(
+        source.tolist(), destination.tolist(), spans.kind[rows].tolist(), group.tolist(), strict=True
+    ):
+        named.setdefault((s, d), {}).setdefault(kind, set()).add(g)
+    agree = {pair for pair, sides in named.items() if sides.get(Kind.SEND) == sides.get(Kind.RECV)}
+    same = np.array(
+        [(s, d) in agree for s, d in zip(source.tolist(), destination.tolist(), strict=True)], dtype=np.bool_
+    )
+    return np.where(same, group, 0)
+
+
+def _pair(run: Run, sends: Int, receives: Int) -> tuple[Int, Int, int]:
+    """Matched rows of one queue, and 1 when a shift was needed. Steps that both sides count alike are matched
+    within themselves, so that a cut at one end of the trace moves nothing else."""
+    spans = run.spans
+    step_s, step_r = spans.step[sends], spans.step[receives]
+    if len(sends) and len(receives) and (step_s >= 0).all() and (step_r >= 0).all():
+        out_s, out_r, moved = [], [], 0
+        for step in np.intersect1d(step_s, step_r).tolist():
+            a, b = sends[step_s == step], receives[step_r == step]
+            if len(a) != len(b):
+                a, b = _shift(run, a, b)
+                moved = 1
+            out_s.append(a)
+            out_r.append(b)
+        if out_s:
+            return np.concatenate(out_s), np.concatenate(out_r), moved
+        return sends[:0], receives[:0], 0
+    if len(sends) == len(receives):
+        return sends, receives, 0
+    return (*_shift(run, sends, receives), 1)
+
+
+def _shift(run: Run, sends: Int, receives: Int) -> tuple[Int, Int]:
+    """The overlap of two queues under the smallest shift that fits; nothing when none does."""
+    for distance in sorted(range(-_SHIFTS, _SHIFTS + 1), key=lambda d: (abs(d), d)):
+        a, b = (sends[distance:], receives) if distance >= 0 else (sends, receives[-distance:])
+        n = min(len(a), len(b))
+        if n and _fits(run, a[:n], b[:n]):
+            return a[:n], b[:n]
+    return sends[:0], receives[:0]
+
+
+def _fits(run: Run, sends: Int, receives: Int) -> bool:
+    """Equal bytes; and no receive ends before its send began, as far as one clock tells."""
+    spans = run.spans
+    known = (spans.bytes[sends] >= 0) & (spans.bytes[receives] >= 0)
+    if np.any(known & (spans.bytes[sends] != spans.bytes[receives])):
+        return False
+    both = (spans.microbatch[sends] >= 0) & (spans.microbatch[receives] >= 0)
+    if np.any(both & (spans.microbatch[sends] != spans.microbatch[receives])):
+        return False
+    if not same_clock(run, sends, receives).all():
+        return True
+    return bool(np.all(_arrival(run, receives) >= spans.start_ns[sends]))
+
+
+def _arrival(run: Run, rows: Int) -> Int:
+    """End of the kernel, or of the wait of a post."""
+    waits = _wait_rows(run, rows)
+    result: Int = np.where(waits >= 0, run.spans.end_ns[waits], run.spans.end_ns[rows])
+    return result
+
+
+def same_clock(run: Run, a: Int, b: Int) -> Mask:
+    """Whether rows `a` and `b` were stamped by one host's clock (or by clocks already aligned)."""
+    layout, spans = run.layout, run.spans
+    if run.clock.aligned or len(layout.host) == 0:
+        return np.ones(len(a), dtype=np.bool_)
+    host = layout.host[np.searchsorted(layout.ranks, spans.rank[a])]
+    other = layout.host[np.searchsorted(layout.ranks, spans.rank[b])]
+    result: Mask = host == other
+    return result
+
+
+def _waits(run: Run, p2p: Int) -> Int:
+    """The WAIT rows beside matched POST rows; -1 for kernels, which are their own wait."""
+    if len(p2p) == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    return np.stack([_wait_rows(run, p2p[:, 0]), _wait_rows(run, p2p[:, 1])], axis=1)
+
+
+def _wait_rows(run: Run, rows: Int) -> Int:
+    spans = run.spans
+    waits = np.flatnonzero((spans.lane == Lane.WAIT) & (spans.corr >= 0))
+    if len(waits) == 0:
+        return np.full(len(rows), -1, dtype=np.int64)
+    place = {(int(spans.rank[w]), int(spans.kind[w]), int(spans.corr[w])): w for w in waits.tolist()}
+    found = [
+        place.get((int(spans.rank[r]), int(spans.kind[r]), int(spans.corr[r])), -1)
+        if spans.lane[r] == Lane.POST
+        else -1
+        for r in rows.tolist()
+    ]
+    return np.array(found, dtype=np.int64)
+
+
+def _p2p_notices(matched: int, lost: Counter[str], shifted: int) -> list[Notice]:
+    out = []
+    unmatched = {why: n for why, n in lost.items() if n}
+    if unmatched:
+        why = ", ".join(f"{n} ({reason})" for reason, n in sorted(unmatched.items()))
+        out.append(Notice("p2p-unmatched", f"{matched} messages were matched; ends without a partner: {why}"))
+    if shifted:
+        out.append(
+            Notice("p2p-shifted", f"{shifted} message queues were matched after dropping an unmatched head or tail")
+        )
+    return out
+
+
+# --- collectives ---------------------------------------------------------------------------------------------
+
+
+def _match_collectives(run: Run) -> Run:
+    """Instances by (communicator, sequence number), else the k-th of that kernel name where all count alike."""
+    spans = run.spans
+    rows = np.flatnonzero(
+        (spans.kind == Kind.COLLECTIVE) & np.isin(spans.lane, (Lane.COMM, Lane.POST)) & (spans.device >= 0)
+    )
+    if len(rows) == 0:
+        return run
+    rows = rows[np.lexsort((rows, issue_time(run)[rows], spans.rank[rows]))]
+    families: dict[tuple[int, int], list[int]] = {}
+    for row in rows.tolist():
+        group = int(spans.group[row])
+        # Names stand in for an unknown communicator; a known one orders all of its operations together.
+        families.setdefault((group, 0 if group else int(spans.name[row])), []).append(row)
+    instances: list[list[int]] = []
+    left_out = 0
+    for (group, _), members in sorted(families.items()):
+        found = _instances(run, members, known=group > 0)
+        matched = {row for instance in found for row in instance}
+        left_out += len(members) - len(matched)
+        instances.extend(found)
+    pairs = [(number, row) for number, instance in enumerate(instances) for row in sorted(instance)]
+    run = replace(run, links=replace(run.links, collective=np.array(pairs, dtype=np.int64).reshape(-1, 2)))
+    if left_out and len(run.ranks) > 1:
+        message = f"{len(instances)} collectives were matched; {left_out} kernels found no partner on another rank"
+        run = run.with_notices(Notice("collective-unmatched", message))
+    return run
+
+
+def _instances(run: Run, rows: list[int], *, known: bool) -> list[list[int]]:
+    spans = run.spans
+    by_rank: dict[int, list[int]] = {}
+    for row in rows:
+        by_rank.setdefault(int(spans.rank[row]), []).append(row)
+    if len(by_rank) < 2:
+        return []
+    numbers = {rank: [int(spans.seq[r]) for r in mine] for rank, mine in by_rank.items()}
+    if known and all(min(n) >= 0 and len(set(n)) == len(n) for n in numbers.values()):
+        at: dict[int, list[int]] = {}
+        for rank, mine in by_rank.items():
+            for row, number in zip(mine, numbers[rank], strict=True):
+                at.setdefault(number, []).append(row)
+        return [at[number] for number in sorted(at) if len(at[number]) > 1]
+    if len({len(mine) for mine in by_rank.values()}) != 1:
+        return []
+    found = [list(instance) for instance in zip(*by_rank.values(), strict=True)]
+    return found if known or _overlap(run, found) else []
+
+
+def _overlap(run: Run, instances: list[list[int]]) -> bool:
+    """Whether k-th with k-th is believable where the communicator is not known: on one clock, all members of
+    nearly every instance run at some moment together. Different groups with one kernel name would not."""
+    spans = run.spans
+    good = told = 0
+    for instance in instances:
+        rows = np.array(instance, dtype=np.int64)
+        if not same_clock(run, rows[:-1], rows[1:]).all():
+            continue
+        told += 1
+        good += bool(spans.start_ns[rows].max() <= spans.end_ns[rows].min())
+    return told == 0 or good >= 0.9 * told
+
+
+# --- wait and transfer ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """One matched message a row, beside `Links.p2p`; times in ns on the aligned clock.
+
+    sent, posted: when the sender and the receiver began (S, own start). ready: R = max of both. arrived: Q, end
+    of the receive. wait: of the receiver. send_wait: of the sender (0 when eager). transfer, with transfer_low
+    and transfer_high: best value and the limits that both methods and the clock interval leave. eager: the
+    sender was done before the receiver began. one_clock: both ends were stamped by one host.
+    """
+
+    sent: Int
+    posted: Int
+    ready: Int
+    arrived: Int
+    wait: Int
+    send_wait: Int
+    transfer: Int
+    transfer_low: Int
+    transfer_high: Int
+    eager: Mask
+    one_clock: Mask
+
+    def __len__(self) -> int:
+        return len(self.sent)
+
+
+def wait_transfer(run: Run) -> Messages:
+    """Wait and transfer of every matched message, by both methods of ATTRIBUTION.md §3.
+
+    First method: transfer = end - max(start), which needs aligned clocks. Second: the shorter of the two
+    kernels, which needs none, but is an upper limit only: the later end still has to launch its kernel. The
+    first is used where the clock allows, the second bounds it.
+    """
+    spans, links = run.spans, run.links
+    send, receive = links.p2p[:, 0], links.p2p[:, 1]
+    sent, posted = spans.start_ns[send], spans.start_ns[receive]
+    send_end = np.where(links.p2p_wait[:, 0] >= 0, spans.end_ns[links.p2p_wait[:, 0]], spans.end_ns[send])
+    arrived = np.where(links.p2p_wait[:, 1] >= 0, spans.end_ns[links.p2p_wait[:, 1]], spans.end_ns[receive])
+    arrived = np.maximum(arrived, posted)
+    one = _stamped_together(run, send, receive)
+    slack = np.where(one, 0, run.clock.half_width_ns if run.clock.half_width_ns is not None else 0)
+    own, other = arrived - posted, np.maximum(send_end - sent, 0)
+    # Two kernels of a rendezvous end together; a sender that was done earlier handed its data to a buffer.
+    eager = send_end + slack < posted
+    ready = np.clip(np.maximum(sent, posted), posted, arrived)
+    first = arrived - ready
+    if run.source.timing == "host":
+        first = np.minimum(first, _idle_between(run, receive, ready, arrived))
+    second = np.where(eager, own, np.minimum(own, other))
+    low = arrived - np.clip(np.maximum(sent + slack, posted), posted, arrived)
+    high = arrived - np.clip(np.maximum(sent - slack, posted), posted, arrived)
+    usable = one | run.clock.aligned
+    transfer = np.where(usable, first, second)
+    return Messages(
+        sent=sent,
+        posted=posted,
+        ready=np.where(usable, ready, arrived - second),
+        arrived=arrived,
+        wait=own - transfer,
+        send_wait=np.where(eager, 0, np.clip(posted - sent, 0, other)),
+        transfer=transfer,
+        transfer_low=np.minimum(transfer, np.where(usable, low, 0)),
+        transfer_high=np.maximum(transfer, np.where(usable, np.minimum(high, np.maximum(second, first)), second)),
+        eager=eager,
+        one_clock=one,
+    )
+
+
+def _idle_between(run: Run, receive: Int, low: Int, high: Int) -> Int:
+    """Part of [low, high) in which the receiver did nothing else. A gloo receive is over for the profiler when
+    the host asks for it, and a host that computes asks late."""
+    spans = run.spans
+    out = high - low
+    for rank in np.unique(spans.rank[receive]).tolist():
+        mine = spans.rank[receive] == rank
+        busy = (spans.rank == rank) & (spans.lane == Lane.COMPUTE)
+        done = intervals.union(spans.start_ns[busy], spans.end_ns[busy])
+        worked = intervals.measure_before(done, high[mine]) - intervals.measure_before(done, low[mine])
+        out[mine] -= worked
+    return out
+
+
+def _stamped_together(run: Run, a: Int, b: Int) -> Mask:
+    layout, spans = run.layout, run.spans
+    if len(layout.host) == 0:
+        return np.ones(len(a), dtype=np.bool_)
+    host = layout.host[np.searchsorted(layout.ranks, spans.rank[a])]
+    result: Mask = host == layout.host[np.searchsorted(layout.ranks, spans.rank[b])]
+    return result

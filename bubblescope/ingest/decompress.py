@@ -1,0 +1,149 @@
+"""A file of any kind of packing as a stream of plain bytes, keeping what a damaged one still holds."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from bubblescope.errors import InputError
+from bubblescope.model import Notice
+
+BLOCK = 1 << 20
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def open_binary(path: str) -> BinaryIO:
+    """`path` (local, or any fsspec URL) for reading. Raises InputError when it cannot be opened."""
+    try:
+        if "://" not in path:
+            return Path(path).open("rb")
+        fsspec = importlib.import_module("fsspec")
+        return cast(BinaryIO, fsspec.open(path, "rb").open())
+    except (OSError, ImportError, ValueError) as error:
+        raise InputError(
+            f"the file cannot be opened ({error})", hint="check the path and the permissions", where=path
+        ) from error
+
+
+def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
+    """The plain bytes of `path` in blocks of about 1 MiB; packing is told by the first bytes, not by the name.
+
+    A file that is cut or damaged gives what could be unpacked and appends a Notice. Raises InputError when
+    more than `max_bytes` come out, or when the packing is not supported here.
+    """
+    with open_binary(path) as file:
+        start = file.read(BLOCK)
+        raw = _raw(file, start)
+        if start.startswith(_GZIP):
+            plain = _gunzip(raw, path, notices)
+        elif start.startswith(_ZSTD):
+            plain = _unzstd(raw, path, notices)
+        else:
+            plain = raw
+        yield from _bounded(plain, path, max_bytes)
+
+
+def _raw(file: BinaryIO, start: bytes) -> Iterator[bytes]:
+    while start:
+        yield start
+        start = file.read(BLOCK)
+
+
+def _bounded(plain: Iterator[bytes], path: str, max_bytes: int) -> Iterator[bytes]:
+    done = 0
+    for block in plain:
+        done += len(block)
+        if done > max_bytes:
+            raise InputError(
+                f"the file unpacks to more than {max_bytes:,} bytes",
+                hint="raise the limit (max_bytes) if you trust the file, or record fewer steps",
+                where=path,
+            )
+        yield block
+
+
+def _gunzip(raw: Iterator[bytes], path: str, notices: list[Notice]) -> Iterator[bytes]:
+    """All members of a gzip file; zero bytes and other padding after the last member are ignored."""
+    unpacker = zlib.decompressobj(wbits=31)
+    began = False
+    out = 0
+    for block in raw:
+        data = block
+        while data:
+            if not began and not data.startswith(_GZIP[: len(data)]):
+                if data.strip(b"\0"):
+                    notices.append(Notice("trailing-bytes", f"{len(data):,} bytes after the gzip data", path))
+                return
+            began = True
+            try:
+                plain = unpacker.decompress(data, BLOCK)
+            except zlib.error as error:
+                notices.append(_cut(path, out, f"damaged gzip data ({error})"))
+                return
+            out += len(plain)
+            if plain:
+                yield plain
+            data = unpacker.unconsumed_tail
+            if unpacker.eof:
+                data = unpacker.unused_data
+                unpacker, began = zlib.decompressobj(wbits=31), False
+    if began:
+        rest = _flush(unpacker)
+        out += len(rest)
+        if rest:
+            yield rest
+        if not unpacker.eof:
+            notices.append(_cut(path, out, "the gzip stream ends early"))
+
+
+def _flush(unpacker: Any) -> bytes:
+    try:
+        return cast(bytes, unpacker.flush())
+    except zlib.error:
+        return b""
+
+
+def _unzstd(raw: Iterator[bytes], path: str, notices: list[Notice]) -> Iterator[bytes]:
+    """All frames of a zstd file."""
+    zstd = _zstd_module(path)
+    unpacker = zstd.ZstdDecompressor()
+    out, inside = 0, False
+    for block in raw:
+        data = block
+        while data or (inside and not unpacker.needs_input):
+            inside = True
+            try:
+                plain = unpacker.decompress(data, BLOCK)
+            except zstd.ZstdError as error:
+                notices.append(_cut(path, out, f"damaged zstd data ({error})"))
+                return
+            out += len(plain)
+            if plain:
+                yield plain
+            data = b""
+            if unpacker.eof:
+                data = unpacker.unused_data
+                unpacker, inside = zstd.ZstdDecompressor(), False
+    if inside:
+        notices.append(_cut(path, out, "the zstd stream ends early"))
+
+
+def _zstd_module(path: str) -> Any:
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise InputError(
+        "this Python cannot unpack .zst files",
+        hint="pip install 'bubblescope[zstd]', or unpack it first: zstd -d FILE",
+        where=path,
+    )
+
+
+def _cut(path: str, out: int, why: str) -> Notice:
+    return Notice("file-truncated", f"{why}; {out:,} bytes could be unpacked and are used", path)

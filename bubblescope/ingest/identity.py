@@ -1,0 +1,102 @@
+"""Which rank a file is of. Never a guess in silence: how it was found is kept, and doubt is an answer too."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from bubblescope.ingest.events import CommArgs, Scan
+
+_NAMES = (
+    re.compile(r"rank[-_ ]?(\d{1,7})", re.IGNORECASE),
+    re.compile(r"worker[-_ ]?(\d{1,7})", re.IGNORECASE),
+    re.compile(r"(?:^|[-_.])(?:r|gpu|device)[-_]?(\d{1,7})(?=[-_.]|$)", re.IGNORECASE),
+    re.compile(r"^(\d{1,7})(?=\.|$)"),
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """rank None: not known. world_size None: not known. groups: name -> (description, global ranks)."""
+
+    rank: int | None
+    how: str
+    world_size: int | None
+    backend: str
+    host: str
+    groups: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def identify(scan: Scan) -> Identity:
+    """From ``distributedInfo``, else the process-group arguments, else the file name."""
+    info = scan.head.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    groups = _groups(info, scan.comms)
+    world = _whole(info.get("world_size"))
+    if world is None:
+        world = max((len(ranks) for _, ranks in groups.values()), default=0) or None
+    rank, how = _rank(info, scan)
+    backend = str(info.get("backend") or "").lower()
+    host = str(scan.head.get("host_name") or "")
+    return Identity(rank, how, world, backend, host, groups)
+
+
+def _rank(info: dict[str, Any], scan: Scan) -> tuple[int | None, str]:
+    rank = _whole(info.get("rank"))
+    if rank is not None:
+        return rank, "distributedInfo"
+    found = {r for r in map(global_rank, scan.comms) if r is not None}
+    if len(found) == 1:
+        return found.pop(), "process-group arguments"
+    rank = rank_in_name(scan.path)
+    return rank, "file name" if rank is not None else ""
+
+
+def rank_in_name(path: str) -> int | None:
+    """The rank that a file name states.
+
+    >>> rank_in_name("t/iteration_10/rank3_trace.json.gz"), rank_in_name("worker0_step_12.pt.trace.json")
+    (3, 0)
+    >>> rank_in_name("trace.json") is None
+    True
+    """
+    name = PurePosixPath(path.replace("\\", "/")).name
+    for pattern in _NAMES:
+        found = pattern.search(name)
+        if found:
+            return int(found[1])
+    return None
+
+
+def global_rank(comm: CommArgs) -> int | None:
+    """Global rank of the process that wrote `comm`: ``Rank`` is local to the group."""
+    if comm.rank < 0:
+        return None
+    if comm.members:
+        return comm.members[comm.rank] if comm.rank < len(comm.members) else None
+    return comm.rank if comm.group in ("0", "default_pg") else None
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < 1 << 31 else None
+
+
+def _groups(info: dict[str, Any], comms: list[CommArgs]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    out: dict[str, tuple[str, tuple[int, ...]]] = {}
+    config = info.get("pg_config")
+    for entry in config if isinstance(config, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        members = entry.get("ranks")
+        ranks = tuple(r for r in members if isinstance(r, int)) if isinstance(members, list) else ()
+        out[str(entry.get("pg_name", ""))] = (str(entry.get("pg_desc") or ""), ranks)
+    for comm in comms:
+        if comm.members and not out.get(comm.group, ("", ()))[1]:
+            out[comm.group] = (out.get(comm.group, ("", ()))[0], comm.members)
+    return out

@@ -1,0 +1,187 @@
+"""One rank's share of a Run, and how shares become one Run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.errors import InputError
+from bubblescope.model import Clock, Kind, Lane, Layout, Links, Names, Notice, Run, Source, Spans
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one file says. `timing`: "kernels", "host", or "" for a rank whose device was not recorded.
+
+    launch: rows (host launch, device row) into `spans`. groups: communicator name -> (description, ranks).
+    """
+
+    path: str
+    rank: int
+    rank_how: str
+    spans: Spans
+    names: Names
+    launch: Int
+    timing: str
+    steps_how: str
+    world_size: int | None = None
+    host: str = ""
+    backend: str = ""
+    events: int = 0
+    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    notices: tuple[Notice, ...] = ()
+
+
+def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
+    """Parts of different ranks -> one Run, spans sorted by rank and time. Two parts of a rank: the fuller one.
+
+    Raises InputError when no part has device (or CPU) time to look at.
+    """
+    parts, said = _one_per_rank(parts)
+    notices = [*notices, *(n for p in parts for n in p.notices), *said]
+    with_time = [p for p in parts if p.timing]
+    if not with_time:
+        raise _nothing_timed(parts)
+    names = Names()
+    spans = Spans.concat([_renamed(p, names) for p in parts])
+    offsets = np.cumsum([0, *(len(p.spans) for p in parts)])
+    launch = np.concatenate([p.launch + offset for p, offset in zip(parts, offsets, strict=False)])
+    spans, launch = _sorted(spans, launch)
+    layout = _layout(parts, names)
+    notices.extend(_missing(layout))
+    spans, agreed = _agree_on_steps(spans, parts)
+    timings = {p.timing for p in with_time}
+    return Run(
+        spans=spans,
+        names=names,
+        layout=layout,
+        links=Links(launch=launch),
+        clock=Clock(),
+        notices=tuple(dict.fromkeys([*notices, *agreed])),
+        source=Source(
+            format=source_format,
+            files=tuple(p.path for p in parts),
+            timing="kernels" if "kernels" in timings else "host",
+            details={
+                "backend": sorted({p.backend for p in parts if p.backend}),
+                "groups": _groups(parts),
+                "untimed_ranks": [p.rank for p in parts if not p.timing],
+            },
+        ),
+    )
+
+
+def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
+    chosen: dict[int, Part] = {}
+    notices = []
+    for part in sorted(parts, key=lambda p: (p.rank, not p.timing, -p.events, p.path)):
+        kept = chosen.setdefault(part.rank, part)
+        if kept is not part:
+            notices.append(
+                Notice(
+                    "rank-duplicate",
+                    f"rank {part.rank} is claimed by two files; {kept.path} is used "
+                    f"({kept.events} events against {part.events})",
+                    part.path,
+                )
+            )
+    return [chosen[rank] for rank in sorted(chosen)], notices
+
+
+def _nothing_timed(parts: list[Part]) -> InputError:
+    ranks = ", ".join(str(p.rank) for p in parts[:8])
+    return InputError(
+        f"no GPU events in the trace of any rank ({ranks}): how long the devices were idle cannot be known",
+        hint="record with ProfilerActivity.CUDA; a CPU run is read when its process group is gloo",
+        where=parts[0].path if parts else "",
+    )
+
+
+def _renamed(part: Part, names: Names) -> Spans:
+    to = part.names.mapping_to(names)
+    return part.spans.with_columns(
+        name=to[part.spans.name],
+        group=to[part.spans.group],
+        rank=np.full(len(part.spans), part.rank, dtype=np.int32),
+    )
+
+
+def _sorted(spans: Spans, launch: Int) -> tuple[Spans, Int]:
+    order = np.lexsort((spans.end_ns, spans.start_ns, spans.rank)).astype(np.int64)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    return spans.take(order), place[launch] if len(launch) else launch
+
+
+def _layout(parts: list[Part], names: Names) -> Layout:
+    ranks = np.array([p.rank for p in parts], dtype=np.int64)
+    unknown = np.full(len(parts), -1, dtype=np.int64)
+    host = np.array([names.intern(p.host or f"rank {p.rank} (host unknown)") for p in parts], dtype=np.int64)
+    worlds = Counter(p.world_size for p in parts if p.world_size is not None)
+    world = max(worlds, key=lambda w: (worlds[w], w)) if worlds else None
+    if world is not None:
+        world = max(world, int(ranks.max()) + 1)
+    inferred = {}
+    hows = sorted({p.rank_how for p in parts if p.rank_how != "distributedInfo"})
+    if hows:
+        inferred["ranks"] = ", ".join(hows)
+    step_hows = sorted({p.steps_how for p in parts if p.steps_how})
+    if step_hows:
+        inferred["steps"] = ", ".join(step_hows)
+    return Layout(
+        ranks=ranks, pp=unknown, replica=unknown, tp=unknown, host=host, world_size=world,
+        device_type="cpu" if all(p.timing == "host" for p in parts if p.timing) else "cuda",
+        inferred=inferred,
+    )  # fmt: skip
+
+
+def _missing(layout: Layout) -> list[Notice]:
+    missing = layout.missing_ranks
+    if not missing:
+        return []
+    shown = ", ".join(map(str, missing[:8])) + (f", … ({len(missing)} in all)" if len(missing) > 8 else "")
+    return [
+        Notice(
+            "rank-missing",
+            f"{len(missing)} of {layout.world_size} ranks have no trace: {shown}; what waits for them cannot be "
+            "split into causes",
+        )
+    ]
+
+
+def _agree_on_steps(spans: Spans, parts: list[Part]) -> tuple[Spans, list[Notice]]:
+    """Steps found from a period must be equally many on every rank; else all is one step, and it is said."""
+    counts = {p.rank: int(spans.step[spans.rank == p.rank].max(initial=-1)) + 1 for p in parts if p.timing}
+    if not any(p.steps_how == "period" for p in parts) or len(set(counts.values())) <= 1:
+        return spans, []
+    rows = spans.where(kind=Kind.STEP, lane=Lane.RANGE)
+    step = np.where(spans.step >= 0, 0, spans.step)
+    first = rows & (spans.step == 0)
+    end = spans.end_ns.copy()
+    for rank in counts:
+        mine = spans.rank == rank
+        end[first & mine] = spans.end_ns[rows & mine].max(initial=0)
+    drop = rows & (spans.step > 0)
+    notice = Notice(
+        "steps-not-found",
+        "there is no ProfilerStep and no optimizer in the traces, and the ranks repeat differently "
+        f"({sorted(set(counts.values()))} times); everything is taken as one step",
+    )
+    # Rows stay where they are so that links keep their meaning; surplus step marks become plain ranges.
+    kind = np.where(drop, Kind.OTHER, spans.kind)
+    return spans.with_columns(step=step, kind=kind, end_ns=end), [notice]
+
+
+def _groups(parts: list[Part]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    out: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for part in parts:
+        for name, value in part.groups.items():
+            known = out.get(name)
+            if known is None or (value[1] and not known[1]):
+                out[name] = value
+    return out

@@ -1,0 +1,456 @@
+"""Forward, backward and micro-batch of every kernel in a trace that never heard of us.
+
+Evidence, strongest first: ranges (already labelled), autograd's engine around the launch, and the messages: what
+comes after an activation has arrived and before one is sent is a forward, what comes after a gradient has arrived
+and before one is sent is a backward. The k-th activation and the k-th forward of a step are micro-batch k.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.label.evidence import (
+    OPTIMIZER_KERNEL,
+    Int,
+    Mask,
+    around,
+    backward_evidence,
+    issue_time,
+    launched,
+    name_mask,
+)
+from bubblescope.label.structure import rank_of_stage, stage_of_rank
+from bubblescope.model import BACKWARD_KINDS, PIPELINE_KINDS, Kind, Lane, Notice, Run
+
+F, B = 1, -1
+
+
+def label_optimizer(run: Run) -> Run:
+    """Compute rows issued inside an ``Optimizer.step`` range, or named like an optimizer kernel."""
+    spans = run.spans
+    rows = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER))
+    if len(rows) == 0:
+        return run
+    kind = spans.kind.copy()
+    at, sure = issue_time(run), launched(run)
+    ranges = np.flatnonzero(spans.where(lane=Lane.RANGE, kind=Kind.OPTIMIZER))
+    for rank in np.unique(spans.rank[ranges]).tolist():
+        mine = ranges[spans.rank[ranges] == rank]
+        mine = mine[np.argsort(spans.start_ns[mine], kind="stable")]
+        asked = rows[(spans.rank[rows] == rank) & sure[rows]]
+        inside = around(spans.start_ns[mine], spans.end_ns[mine], at[asked]) >= 0
+        kind[asked[inside]] = Kind.OPTIMIZER
+    named = name_mask(run, rows, OPTIMIZER_KERNEL)
+    kind[rows[named]] = Kind.OPTIMIZER
+    return replace(run, spans=spans.with_columns(kind=kind))
+
+
+def label(run: Run) -> Run:
+    """Stage of what ranges labelled without one, then kinds and micro-batches from the messages.
+
+    Ranks whose stage or whose order cannot be told keep -1, and it is said.
+    """
+    run = _stages_of_labelled(run)
+    spans = run.spans
+    open_rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER)
+    done = {int(r) for r in np.unique(spans.rank[(spans.lane == Lane.COMPUTE) & np.isin(spans.kind, PIPELINE_KINDS)])}
+    todo = [r for r in run.ranks if r not in done and np.any(open_rows & (spans.rank == r))]
+    if not todo:
+        return _only_direction(run, [])
+    labeller = _Labeller.of(run)
+    placed = [r for r in todo if stage_of_rank(run, r) >= 0]
+    for rank in placed:
+        labeller.collect(rank)
+    labeller.learn()
+    labeller.assign()
+    run = labeller.result()
+    return _only_direction(run, [r for r in todo if r not in placed])
+
+
+def _stages_of_labelled(run: Run) -> Run:
+    """``Forward 3`` names no stage: it is the rank's, where it has one."""
+    spans = run.spans
+    bare = np.isin(spans.kind, PIPELINE_KINDS) & (spans.stage < 0) & (spans.microbatch >= 0)
+    if not bare.any():
+        return run
+    stage = spans.stage.copy()
+    for rank in np.unique(spans.rank[bare]).tolist():
+        stage[bare & (spans.rank == rank)] = stage_of_rank(run, rank)
+    return replace(run, spans=spans.with_columns(stage=stage))
+
+
+def _only_direction(run: Run, ranks: list[int]) -> Run:
+    """Ranks with no place in a pipeline: forward or backward where autograd shows it, and no more."""
+    if not ranks:
+        return run
+    spans = run.spans
+    sense = backward_evidence(run, issue_time(run), launched(run))
+    rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER) & np.isin(spans.rank, ranks)
+    if not np.any(rows & (sense < 0)):
+        return run
+    kind = spans.kind.copy()
+    kind[rows & (sense < 0)] = Kind.BACKWARD
+    kind[rows & (sense > 0)] = Kind.FORWARD
+    layout = replace(run.layout, inferred={**run.layout.inferred, "kinds": "autograd engine calls around the launch"})
+    return replace(run, spans=spans.with_columns(kind=kind), layout=layout)
+
+
+# --- segments between messages -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Segment:
+    """Compute rows of one rank and step with no message between them. begins, ends: F, B or 0 (not known)."""
+
+    rank: int
+    step: int
+    stage: int
+    rows: Int
+    begins: int
+    ends: int
+    last: bool = False
+
+    @property
+    def pure(self) -> int:
+        return self.begins if self.begins == self.ends else 0
+
+
+@dataclass(eq=False)
+class _Habits:
+    """What pure segments look like: how often a kernel name is in F and in B, how many kernels, how long."""
+
+    names: dict[int, Counter[int]] = field(default_factory=lambda: {F: Counter(), B: Counter()})
+    kernels: dict[int, list[int]] = field(default_factory=lambda: {F: [], B: []})
+    times: dict[int, list[int]] = field(default_factory=lambda: {F: [], B: []})
+
+    def typical(self, sense: int) -> tuple[float, float]:
+        """(kernels, ns) of a segment; (0, 0) when none was seen."""
+        if not self.kernels[sense]:
+            return 0.0, 0.0
+        return float(np.median(self.kernels[sense])), float(np.median(self.times[sense]))
+
+
+@dataclass(eq=False)
+class _Labeller:
+    run: Run
+    at: Int
+    sense: NDArray[np.int8]
+    ordered_by_host: Mask
+    kind: Int
+    stage: Int
+    microbatch: Int
+    peer: Int
+    segments: list[_Segment] = field(default_factory=list)
+    habits: _Habits = field(default_factory=_Habits)
+    own: dict[int, _Habits] = field(default_factory=dict)
+    uncertain: set[tuple[int, int]] = field(default_factory=set)
+    messages: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run) -> _Labeller:
+        at, sure = issue_time(run), launched(run)
+        spans = run.spans
+        return cls(
+            run, at, backward_evidence(run, at, sure), sure,
+            spans.kind.astype(np.int64), spans.stage.astype(np.int64), spans.microbatch.astype(np.int64),
+            spans.peer.astype(np.int64),
+        )  # fmt: skip
+
+    # -- collecting
+
+    def collect(self, rank: int) -> None:
+        """Cut the compute rows of every step of `rank` at its messages."""
+        spans = self.run.spans
+        stage = stage_of_rank(self.run, rank)
+        mine = spans.rank == rank
+        open_rows = mine & (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER)
+        comm = mine & np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
+        for step in np.unique(spans.step[open_rows]).tolist():
+            if step < 0:
+                continue
+            rows = np.flatnonzero(open_rows & (spans.step == step))
+            posts = np.flatnonzero(comm & (spans.step == step))
+            by_host = bool(self.ordered_by_host[rows].all() and self.ordered_by_host[posts].all())
+            rows = rows[np.argsort(self.at[rows] if by_host else spans.start_ns[rows], kind="stable")]
+            self._cut(rank, step, stage, rows, self._cuts(rows, posts, stage, by_host))
+
+    def _cuts(self, rows: Int, posts: Int, stage: int, by_host: bool) -> list[tuple[int, int, bool, bool]]:
+        """(position among `rows`, time, sends, forward) of every message, in order."""
+        spans = self.run.spans
+        out = []
+        arrival = self._arrivals(posts)
+        for i, row in enumerate(posts.tolist()):
+            sends = bool(spans.kind[row] == Kind.SEND)
+            if self.run.source.timing != "kernels":
+                when = int(spans.start_ns[row]) if sends else int(arrival[i])
+                position = int(np.searchsorted(spans.start_ns[rows], when))
+            elif by_host:
+                # The host issues a receive before what needs it, and a send after what made it.
+                when = int(self.at[row])
+                position = int(np.searchsorted(self.at[rows], when))
+            elif sends:
+                when = int(spans.start_ns[row])
+                position = int(np.searchsorted(np.maximum.accumulate(spans.end_ns[rows]), when, side="right"))
+            else:
+                when = int(spans.end_ns[row])
+                position = int(np.searchsorted(spans.start_ns[rows], when))
+            forward = self._is_forward(row, sends, stage, rows, position)
+            out.append((position, when, sends, forward))
+            self.messages.setdefault((int(spans.rank[row]), int(spans.step[row])), []).append(
+                (row, F if forward else B)
+            )
+        # At one place a send belongs to what was before it, a receive to what comes after.
+        return sorted(out, key=lambda c: (c[0], not c[2], c[1]))
+
+    def _arrivals(self, posts: Int) -> Int:
+        """When each message had arrived: the end of the kernel, or of the wait that belongs to the post."""
+        spans = self.run.spans
+        ends = spans.end_ns[posts].copy()
+        waits = np.flatnonzero((spans.lane == Lane.WAIT) & (spans.corr >= 0))
+        if len(waits) and len(posts):
+            known = {(int(spans.rank[w]), int(spans.corr[w])): int(spans.end_ns[w]) for w in waits.tolist()}
+            for i, row in enumerate(posts.tolist()):
+                ends[i] = known.get((int(spans.rank[row]), int(spans.corr[row])), int(ends[i]))
+        return ends
+
+    def _is_forward(self, row: int, sends: bool, stage: int, rows: Int, position: int) -> bool:
+        """Whether a message carries an activation: by its peer, at the ends by its direction, else by the
+        operation next to it."""
+        layout, spans = self.run.layout, self.run.spans
+        peer, last = int(spans.peer[row]), (layout.stages or 0) - 1
+        if peer >= 0:
+            there = stage_of_rank(self.run, peer)
+            if there >= 0:
+                return (there > stage) == sends
+        if stage == 0:
+            return sends
+        if stage == last:
+            return not sends
+        beside = rows[position - 1] if sends and position > 0 else rows[min(position, len(rows) - 1)]
+        return bool(self.sense[beside] >= 0)
+
+    def _cut(self, rank: int, step: int, stage: int, rows: Int, cuts: list[tuple[int, int, bool, bool]]) -> None:
+        at = 0
+        before: list[tuple[bool, bool]] = []
+        k = 0
+        made: list[_Segment] = []
+        while at < len(rows):
+            while k < len(cuts) and cuts[k][0] <= at:
+                before.append(cuts[k][2:])
+                k += 1
+            stop = cuts[k][0] if k < len(cuts) else len(rows)
+            received = [forward for sends, forward in before if not sends]
+            sent = next((forward for place, _, sends, forward in cuts[k:] if place == stop and sends), None)
+            begins = 0 if not received else F if received[-1] else B
+            ends = 0 if sent is None else F if sent else B
+            made.append(_Segment(rank, step, stage, rows[at:stop], begins, ends))
+            at, before = stop, []
+        self._settle(made)
+        self.segments.extend(made)
+
+    def _settle(self, made: list[_Segment]) -> None:
+        """Fill what one border leaves open from the other border, or from autograd."""
+        for i, segment in enumerate(made):
+            segment.last = i == len(made) - 1
+            if segment.begins == 0 and segment.ends == 0:
+                # No message on either side: slicing the batch, clipping, the optimizer.
+                if (self.sense[segment.rows] < 0).any():
+                    segment.begins = segment.ends = B
+                continue
+            segment.begins = segment.begins or segment.ends
+            segment.ends = segment.ends or segment.begins
+
+    # -- learning and splitting
+
+    def learn(self) -> None:
+        """Take the habits of F and B from the segments that are surely one of them."""
+        spans = self.run.spans
+        for segment in self.segments:
+            if not segment.pure or segment.last:
+                continue
+            for habits in (self.habits, self.own.setdefault(segment.rank, _Habits())):
+                habits.names[segment.pure].update(spans.name[segment.rows].tolist())
+                habits.kernels[segment.pure].append(len(segment.rows))
+                habits.times[segment.pure].append(int(spans.duration_ns[segment.rows].sum()))
+
+    def assign(self) -> None:
+        """Give every row its kind and micro-batch; steps whose counts do not add up lose the micro-batch."""
+        per_step: dict[tuple[int, int], list[tuple[int, Int]]] = {}
+        for segment in self.segments:
+            operations = per_step.setdefault((segment.rank, segment.step), [])
+            operations.extend(self._operations(segment))
+        expected = self._microbatches(per_step)
+        for (rank, step), operations in per_step.items():
+            self._number(rank, step, operations, expected)
+
+    def _operations(self, segment: _Segment) -> list[tuple[int, Int]]:
+        """(F, B or 0; rows) in order."""
+        rows = segment.rows
+        if segment.begins == 0:
+            return [(0, rows)]
+        if segment.pure:
+            keep = self._before_tail(segment, rows) if segment.last else len(rows)
+            return [(segment.pure, rows[:keep]), (0, rows[keep:])]
+        split = self._split(rows, segment.begins, segment.rank)
+        second = rows[split:]
+        keep = len(second)
+        if segment.last and segment.ends == B:
+            keep = self._before_tail(segment, second)
+        return [(segment.begins, rows[:split]), (segment.ends, second[:keep]), (0, second[keep:])]
+
+    def _before_tail(self, segment: _Segment, rows: Int) -> int:
+        """Where the last backward of a step ends and clipping, the optimizer or the like begins."""
+        strong = np.flatnonzero(self.sense[rows] < 0)
+        if len(strong):
+            return int(strong[-1]) + 1
+        kernels, _ = self.own.get(segment.rank, self.habits).typical(segment.ends)
+        return min(len(rows), int(kernels)) if kernels else len(rows)
+
+    def _split(self, rows: Int, first: int, rank: int) -> int:
+        """Where in `rows` the first of two operations ends: by autograd, else by the most likely place."""
+        strong = np.flatnonzero(self.sense[rows] < 0)
+        if len(strong):
+            return int(strong[0]) if first == F else int(strong[-1]) + 1
+        if len(rows) < 2:
+            return len(rows)
+        spans = self.run.spans
+        cost = self._name_cost(rows, first)
+        habits = self.own.get(rank)
+        if habits is None or not (habits.kernels[first] or habits.kernels[-first]):
+            habits = self.habits
+        places = np.arange(1, len(rows))
+        kernels = np.array([habits.typical(first)[0], habits.typical(-first)[0]])
+        total = kernels.sum()
+        if total > 0:
+            expected = kernels[0] / total if kernels.all() else 0.0
+            if kernels.all():
+                cost += 4.0 * np.abs(places / len(rows) - expected)
+            else:
+                known = 0 if kernels[0] else 1
+                count = places if known == 0 else len(rows) - places
+                cost += 4.0 * np.abs(count - kernels[known]) / kernels[known]
+        times = np.array([habits.typical(first)[1], habits.typical(-first)[1]])
+        if times.all():
+            done = np.cumsum(spans.duration_ns[rows])
+            cost += np.abs(done[:-1] / max(int(done[-1]), 1) - times[0] / times.sum())
+        return int(places[np.argmin(cost)])
+
+    def _name_cost(self, rows: Int, first: int) -> NDArray[np.float64]:
+        """Minus log likelihood, per split place, that the names before it are of `first` and the rest are not."""
+        names = self.run.spans.name[rows].tolist()
+        one, two = self.habits.names[first], self.habits.names[-first]
+        all_one, all_two = sum(one.values()) + 1.0, sum(two.values()) + 1.0
+        gain = np.array([np.log((one[n] + 0.5) / all_one) - np.log((two[n] + 0.5) / all_two) for n in names])
+        ahead = np.cumsum(gain)[:-1]
+        result: NDArray[np.float64] = -(ahead - (gain.sum() - ahead)) / 2
+        return result
+
+    # -- numbering
+
+    def _microbatches(self, per_step: dict[tuple[int, int], list[tuple[int, Int]]]) -> int:
+        counts = Counter(
+            sum(1 for sense, rows in operations if sense == F and len(rows)) for operations in per_step.values()
+        )
+        return max(counts, key=lambda c: (counts[c], c)) if counts else 0
+
+    def _number(self, rank: int, step: int, operations: list[tuple[int, Int]], expected: int) -> None:
+        stage = stage_of_rank(self.run, rank)
+        count = Counter(sense for sense, rows in operations if len(rows))
+        sure = count[F] == count[B] == expected
+        if not sure:
+            self.uncertain.add((rank, step))
+        done: Counter[int] = Counter()
+        for sense, rows in operations:
+            if sense == 0 or len(rows) == 0:
+                continue
+            self.kind[rows] = Kind.FORWARD if sense == F else Kind.BACKWARD
+            self.stage[rows] = stage
+            self.microbatch[rows] = done[sense] if sure else -1
+            done[sense] += 1
+        self._number_messages(rank, step, stage, sure)
+
+    def _number_messages(self, rank: int, step: int, stage: int, sure: bool) -> None:
+        """The k-th activation that a rank sends in a step is micro-batch k; so for the other three streams."""
+        spans = self.run.spans
+        done: Counter[tuple[int, int]] = Counter()
+        for row, sense in sorted(self.messages.get((rank, step), []), key=lambda m: int(self.at[m[0]])):
+            stream = (int(spans.kind[row]), sense)
+            self.stage[row] = stage
+            self.microbatch[row] = done[stream] if sure else -1
+            done[stream] += 1
+            if self.peer[row] < 0:
+                sends = stream[0] == Kind.SEND
+                self.peer[row] = rank_of_stage(self.run, rank, stage + (1 if sends == (sense == F) else -1))
+
+    def result(self) -> Run:
+        if not self.segments:
+            return self.run
+        columns = {"kind": self.kind, "stage": self.stage, "microbatch": self.microbatch, "peer": self.peer}
+        run = replace(self.run, spans=self.run.spans.with_columns(**columns))
+        how = "direction of the messages around the kernels"
+        if (self.sense < 0).any():
+            how += ", autograd engine calls"
+        inferred = {**run.layout.inferred, "kinds": how, "microbatch": "P2P boundaries, counted per step"}
+        run = replace(run, layout=replace(run.layout, inferred=inferred))
+        steps = sorted({step for _, step in self.uncertain})
+        if not steps:
+            return run
+        message = (
+            f"in {len(self.uncertain)} (rank, step) pairs the forwards and backwards between messages do not add up "
+            f"to the usual count; their micro-batches are not numbered (steps {', '.join(map(str, steps[:5]))})"
+        )
+        return run.with_notices(Notice("microbatch-uncertain", message))
+
+
+def label_waits(run: Run) -> Run:
+    """A wait is for what its post said: same rank, kind and number."""
+    spans = run.spans
+    waits = np.flatnonzero((spans.lane == Lane.WAIT) & (spans.corr >= 0))
+    posts = np.flatnonzero((spans.lane == Lane.POST) & (spans.corr >= 0))
+    if len(waits) == 0 or len(posts) == 0:
+        return run
+    place = {key: i for i, key in enumerate(zip(*_wait_key(run, posts), strict=True))}
+    found = np.array([place.get(key, -1) for key in zip(*_wait_key(run, waits), strict=True)], dtype=np.int64)
+    waits, posts = waits[found >= 0], posts[found[found >= 0]]
+    columns = {c: getattr(spans, c).copy() for c in ("stage", "microbatch", "peer")}
+    for values in columns.values():
+        values[waits] = values[posts]
+    return replace(run, spans=spans.with_columns(**columns))
+
+
+def _wait_key(run: Run, rows: Int) -> tuple[list[int], list[int], list[int]]:
+    spans = run.spans
+    return spans.rank[rows].tolist(), spans.kind[rows].tolist(), spans.corr[rows].tolist()
+
+
+def label_chunks(run: Run) -> Run:
+    """Chunk of every row with a stage: its place among the stages of its rank."""
+    spans, layout = run.spans, run.layout
+    if not layout.stage_rank:
+        return run
+    held: dict[int, list[int]] = {}
+    for (_, stage), rank in sorted(layout.stage_rank.items()):
+        held.setdefault(rank, []).append(stage)
+    chunk = spans.chunk.copy()
+    for rank, stages in held.items():
+        rows = (spans.rank == rank) & (spans.stage >= 0) & (spans.chunk < 0)
+        chunk[rows] = np.searchsorted(np.unique(stages), spans.stage[rows])
+    return replace(run, spans=spans.with_columns(chunk=chunk))
+
+
+def label_microbatch_count(run: Run) -> Run:
+    """`Layout.microbatches`: the usual number of distinct micro-batches of a step on a rank."""
+    spans, layout = run.spans, run.layout
+    rows = np.isin(spans.kind, (Kind.FORWARD, *BACKWARD_KINDS)) & (spans.microbatch >= 0) & (spans.lane == Lane.COMPUTE)
+    if layout.microbatches is not None or not rows.any():
+        return run
+    triples = np.unique(np.stack([spans.rank[rows], spans.step[rows], spans.microbatch[rows]]), axis=1)
+    _, counts = np.unique(triples[:2], axis=1, return_counts=True)
+    usual = Counter(counts.tolist())
+    m = max(usual, key=lambda c: (usual[c], c))
+    inferred = {**layout.inferred, "microbatches": "distinct micro-batches of a step"}
+    return replace(run, layout=replace(layout, microbatches=int(m), inferred=inferred))

@@ -1,0 +1,96 @@
+"""Which schedule a labelled run follows, from the order of its operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from bubblescope.model import BACKWARD_KINDS, PIPELINE_KINDS, Kind, Lane, Run
+
+Operation = tuple[Kind, int, int]
+
+
+def label(run: Run) -> Run:
+    """Fill `Layout.schedule` when the order of operations is that of a known schedule."""
+    layout = run.layout
+    if layout.schedule is not None or not layout.stage_rank or layout.microbatches is None:
+        return run
+    name = schedule_of(run)
+    if name is None:
+        return run
+    inferred = {**layout.inferred, "schedule": "order of the operations"}
+    return replace(run, layout=replace(layout, schedule=name, inferred=inferred))
+
+
+def schedule_of(run: Run) -> str | None:
+    """A name of CONTRACT.md, or None where the order is of no known schedule."""
+    orders = operations(run)
+    if not orders:
+        return None
+    layout = run.layout
+    if (layout.chunks or 1) > 1:
+        return _interleaved(run, orders)
+    votes = Counter(_plain(run, rank, order) for (rank, _), order in orders.items())
+    name, count = votes.most_common(1)[0]
+    return name if count >= 0.8 * len(orders) else None
+
+
+def operations(run: Run) -> dict[tuple[int, int], list[Operation]]:
+    """(rank, step) -> its operations (kind, stage, microbatch) by first kernel."""
+    spans = run.spans
+    rows = np.flatnonzero(
+        (spans.lane == Lane.COMPUTE) & np.isin(spans.kind, PIPELINE_KINDS) & (spans.microbatch >= 0) & (spans.step >= 0)
+    )
+    rows = rows[np.argsort(spans.start_ns[rows], kind="stable")]
+    out: dict[tuple[int, int], dict[Operation, None]] = {}
+    keys = zip(
+        *(getattr(spans, c)[rows].tolist() for c in ("rank", "step", "kind", "stage", "microbatch")), strict=True
+    )
+    for rank, step, kind, stage, microbatch in keys:
+        out.setdefault((rank, step), {}).setdefault((Kind(kind), stage, microbatch))
+    return {key: list(order) for key, order in out.items()}
+
+
+def _plain(run: Run, rank: int, order: list[Operation]) -> str | None:
+    """GPipe: all forwards first. 1F1B: p-1-s of them, and one more before each backward."""
+    letters = "".join("F" if kind == Kind.FORWARD else "B" if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) else "W"
+                      for kind, _, _ in order)  # fmt: skip
+    m, p = letters.count("F"), run.layout.stages or 1
+    stage = int(run.layout.pp[run.layout.index_of(rank)])
+    if "W" in letters:
+        return None
+    if letters == "F" * m + "B" * m and (m > p - stage or p == 1):
+        return "GPipe"
+    warm = min(p - 1 - stage, m)
+    if letters == "F" * warm + "FB" * (m - warm) + "B" * warm:
+        return "1F1B" if letters != "F" * m + "B" * m else _ambiguous(m, p, stage)
+    return None
+
+
+def _ambiguous(m: int, p: int, stage: int) -> str | None:
+    """With few micro-batches a first stage looks alike in both; 1F1B is the usual one when m >= p."""
+    return "1F1B" if m >= p - stage else "GPipe"
+
+
+def _interleaved(run: Run, orders: dict[tuple[int, int], list[Operation]]) -> str | None:
+    kinds = {kind for order in orders.values() for kind, _, _ in order}
+    split = Kind.BACKWARD_WEIGHT in kinds
+    held: dict[int, list[int]] = {}
+    for (_, stage), rank in run.layout.stage_rank.items():
+        held.setdefault(rank, []).append(stage)
+    p = run.layout.stages or 1
+    v_shaped = all(len(s) == 2 and sum(s) == 2 * p - 1 for s in held.values())
+    overlapped = any("OVERLAP_F_B" in text for text in run.names.texts)
+    if v_shaped and p > 1:
+        return "DualPipeV" if overlapped else "ZBVZeroBubble" if split else None
+    if split:
+        return "InterleavedZeroBubble"
+    forwards_first = all(
+        max(i for i, o in enumerate(order) if o[0] == Kind.FORWARD)
+        < min(i for i, o in enumerate(order) if o[0] in BACKWARD_KINDS)
+        for order in orders.values()
+        if {Kind.FORWARD} < {o[0] for o in order}
+    )
+    return "LoopedBFS" if forwards_first else "Interleaved1F1B"

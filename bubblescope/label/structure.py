@@ -1,0 +1,236 @@
+"""Which rank is which stage: from labelled stages, from who sends to whom, or from process-group members.
+
+SendRecv kernels are no proof of a pipeline: messages must form chains (or, with wrap-around, rings) in which
+the first message of a step runs forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bubblescope.label.evidence import Int, issue_time
+from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
+
+_PP_WORDS = ("pp", "pipe", "pipeline")
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Pipelines found: the ranks of each in stage order. ring: the last rank sends to the first as well."""
+
+    members: tuple[tuple[int, ...], ...]
+    how: str
+    ring: bool = False
+
+
+def stage_of_rank(run: Run, rank: int) -> int:
+    """The only stage of `rank`; -1 when it has several, or none is known."""
+    layout = run.layout
+    if layout.chunks != 1:
+        return -1
+    try:
+        return int(layout.pp[layout.index_of(rank)])
+    except (KeyError, IndexError):
+        return -1
+
+
+def rank_of_stage(run: Run, rank: int, stage: int) -> int:
+    """The rank that holds `stage` in the pipeline of `rank`; -1 when not known."""
+    layout = run.layout
+    try:
+        replica = int(layout.replica[layout.index_of(rank)])
+    except (KeyError, IndexError):
+        return -1
+    return layout.stage_rank.get((replica, stage), -1)
+
+
+def label(run: Run) -> Run:
+    """Fill `Layout`: pp, replica, stages, chunks, stage_rank. Leaves it as it is where nothing is proven."""
+    if run.layout.stage_rank or len(run.layout.ranks) == 0:
+        return run
+    stages = _labelled_stages(run)
+    if stages:
+        return replace(run, layout=_from_stages(run.layout, stages))
+    found, notice = find_chains(run)
+    if notice is not None:
+        run = run.with_notices(notice)
+    return run if found is None else replace(run, layout=_from_chains(run.layout, found))
+
+
+def _labelled_stages(run: Run) -> dict[int, tuple[int, ...]]:
+    """Rank -> its stages, where ranges or recorded operations name them."""
+    spans = run.spans
+    named = (spans.stage >= 0) & np.isin(spans.kind, PIPELINE_KINDS)
+    return {
+        rank: tuple(np.unique(spans.stage[named & (spans.rank == rank)]).tolist())
+        for rank in np.unique(spans.rank[named]).tolist()
+    }
+
+
+def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:
+    """Ranks with the same stages are replicas of each other, numbered by ascending rank."""
+    sets = sorted(set(stages.values()))
+    position = {held: i for i, held in enumerate(sets)}
+    seen: Counter[tuple[int, ...]] = Counter()
+    pp = np.full(len(layout.ranks), -1, dtype=np.int64)
+    replica = pp.copy()
+    stage_rank: dict[tuple[int, int], int] = {}
+    for i, rank in enumerate(layout.ranks.tolist()):
+        held = stages.get(rank)
+        if held is None:
+            continue
+        pp[i], replica[i] = position[held], seen[held]
+        seen[held] += 1
+        for stage in held:
+            stage_rank[(int(replica[i]), stage)] = rank
+    chunks = Counter(len(held) for held in stages.values()).most_common(1)[0][0]
+    total = max(max(held) for held in sets) + 1
+    return replace(
+        layout,
+        pp=pp,
+        replica=replica,
+        stages=max(len(sets), -(-total // chunks)),
+        chunks=chunks,
+        data_parallel=max(seen.values()),
+        stage_rank=stage_rank,
+        inferred={**layout.inferred, "stages": "stage numbers in the ranges"},
+    )
+
+
+def _from_chains(layout: Layout, found: Chains) -> Layout:
+    place = {rank: (r, s) for r, chain in enumerate(found.members) for s, rank in enumerate(chain)}
+    ranks = layout.ranks.tolist()
+    pp = np.array([place.get(rank, (-1, -1))[1] for rank in ranks], dtype=np.int64)
+    replica = np.array([place.get(rank, (-1, -1))[0] for rank in ranks], dtype=np.int64)
+    stage_rank = {} if found.ring else {(r, s): rank for rank, (r, s) in place.items() if rank in set(ranks)}
+    return replace(
+        layout,
+        pp=pp,
+        replica=replica,
+        stages=max(len(chain) for chain in found.members),
+        chunks=None if found.ring else 1,
+        data_parallel=len(found.members),
+        stage_rank=stage_rank,
+        inferred={**layout.inferred, "stages": found.how},
+    )
+
+
+# --- from messages -------------------------------------------------------------------------------------------
+
+
+def find_chains(run: Run) -> tuple[Chains | None, Notice | None]:
+    """Pipelines as the P2P messages show them, and a Notice where messages show something else."""
+    messages = _messages(run)
+    if len(messages) == 0:
+        return None, None
+    if np.all(run.spans.peer[messages] < 0):
+        return _chain_by_counts(run, messages), None
+    votes = _first_direction(run, messages)
+    follows: dict[int, set[int]] = {}
+    for (a, b), balance in votes.items():
+        if balance > 0:
+            follows.setdefault(a, set()).add(b)
+            follows.setdefault(b, set())
+    before = Counter(b for after in follows.values() for b in after)
+    undecided = [pair for pair, balance in votes.items() if balance == 0]
+    if undecided or any(len(after) > 1 for after in follows.values()) or any(n > 1 for n in before.values()):
+        message = (
+            f"point-to-point messages between {len(follows)} ranks do not form a pipeline (a rank has several "
+            "successors, or the direction is not clear); stages are not inferred"
+        )
+        return None, Notice("no-pipeline-found", message)
+    return _walk(run, follows, before), None
+
+
+def _messages(run: Run) -> Int:
+    """P2P rows that show when an operation began, in issue order of each rank."""
+    spans = run.spans
+    rows = np.flatnonzero(np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST)))
+    at = issue_time(run)
+    result: Int = rows[np.lexsort((at[rows], spans.rank[rows]))]
+    return result
+
+
+def _first_direction(run: Run, messages: Int) -> dict[tuple[int, int], int]:
+    """(a, b) -> votes that a comes before b: the first message of a step between two stages is an activation.
+
+    Only pairs with a < b or whose balance is positive are kept, so each pair appears once.
+    """
+    spans = run.spans
+    votes: Counter[tuple[int, int]] = Counter()
+    seen: set[tuple[int, int, int]] = set()
+    for row in messages.tolist():
+        rank, peer, step = int(spans.rank[row]), int(spans.peer[row]), int(spans.step[row])
+        if peer < 0 or peer == rank or (rank, peer, step) in seen or step < 0:
+            continue
+        seen.add((rank, peer, step))
+        votes[(rank, peer) if spans.kind[row] == Kind.SEND else (peer, rank)] += 1
+    out: dict[tuple[int, int], int] = {}
+    for a, b in votes:
+        balance = votes[(a, b)] - votes[(b, a)]
+        if balance > 0 or (balance == 0 and a < b):
+            out[(a, b)] = balance
+    return out
+
+
+def _walk(run: Run, follows: dict[int, set[int]], before: Counter[int]) -> Chains | None:
+    chains: list[tuple[int, ...]] = []
+    ring = False
+    left = set(follows)
+    for head in sorted(r for r in follows if not before[r]):
+        chains.append(_chain(head, follows))
+        left -= set(chains[-1])
+    while left:
+        ring = True
+        cycle = _chain(min(left), follows)
+        left -= set(cycle)
+        start = cycle.index(_first_to_compute(run, cycle))
+        chains.append((*cycle[start:], *cycle[:start]))
+    chains = [c for c in chains if len(c) > 1]
+    how = "who sends to whom; the first message of a step runs forward"
+    return Chains(tuple(sorted(chains)), how, ring) if chains else None
+
+
+def _chain(head: int, follows: dict[int, set[int]]) -> tuple[int, ...]:
+    out = [head]
+    while follows[out[-1]]:
+        (after,) = follows[out[-1]]
+        if after in out:
+            break
+        out.append(after)
+    return tuple(out)
+
+
+def _first_to_compute(run: Run, cycle: tuple[int, ...]) -> int:
+    """Of a ring, the rank that computes most before its first receive ends: only stage 0 needs no input."""
+    spans = run.spans
+    amount: dict[int, int] = {}
+    for rank in cycle:
+        rows = spans.rank == rank
+        received = spans.end_ns[rows & (spans.kind == Kind.RECV) & (spans.lane == Lane.COMM)]
+        until = int(received.min()) if len(received) else 0
+        busy = rows & (spans.lane == Lane.COMPUTE) & (spans.end_ns <= until)
+        amount[rank] = int(spans.duration_ns[busy].sum())
+    return max(cycle, key=lambda r: (amount[r], -r))
+
+
+def _chain_by_counts(run: Run, messages: Int) -> Chains | None:
+    """Messages without peers (gloo): one pipeline in rank order, if the counts and first messages fit one.
+
+    In a chain the inner ranks exchange twice what the ends do; stage 0 sends first, all others receive first.
+    """
+    spans = run.spans
+    ranks = run.layout.ranks.tolist()
+    counts = Counter(spans.rank[messages].tolist())
+    first = {int(spans.rank[r]): int(spans.kind[r]) for r in messages[::-1].tolist()}
+    if len(ranks) < 2 or set(counts) != set(ranks) or run.layout.missing_ranks:
+        return None
+    ends, inner = {counts[ranks[0]], counts[ranks[-1]]}, {counts[r] for r in ranks[1:-1]}
+    fits = len(ends) == 1 and inner <= {2 * counts[ranks[0]]}
+    starts = first[ranks[0]] == Kind.SEND and all(first[r] == Kind.RECV for r in ranks[1:])
+    if not (fits and starts):
+        return None
+    return Chains((tuple(ranks),), "rank order; the message counts fit one chain")
