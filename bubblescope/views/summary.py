@@ -125,6 +125,15 @@ def _mean(values: list[Any]) -> float | None:
     return float(np.mean(values))
 
 
+def stage_causes(report: ReportLike) -> dict[int, dict[str, float | None]]:
+    """Seconds per GPU and step of each cause, mean over the GPUs of each stage; None where unavailable."""
+    stages: dict[int, list[dict[str, float | None]]] = {}
+    for gpu in report.data.get("gpus") or []:
+        causes = {c.name: value(gpu, "causes", c.name) for c in CAUSES}
+        stages.setdefault(-1 if gpu.get("stage") is None else gpu["stage"], []).append(causes)
+    return {s: {c.name: _mean([g[c.name] for g in stages[s]]) for c in CAUSES} for s in sorted(stages)}
+
+
 def best_actions(data: dict[str, Any], count: int | None = None) -> list[dict[str, Any]]:
     """Actions that save time, best first."""
     rows = [a for a in data.get("advice") or [] if (a.get("saved_seconds") or 0) > 0]
@@ -196,14 +205,18 @@ def _because(report: ReportLike, name: str) -> str:
     if name == "stage_imbalance":
         slow = slowest_stage(report)
         if slow is not None:
-            return f"stage {slow[0]} is {slow[1]:.1f}× slower than the others"
+            return f"stage {slow[0]} is {_times(slow[1])} slower than the others"
         return "some stages have more work than others"
     if name == "slow_worker":
         worker = slowest_worker(report.data)
         if worker is not None:
-            return f"GPU {worker[0]} is {worker[1]:.2f}× slower than the other replicas of its stage"
+            return f"GPU {worker[0]} is {_times(worker[1])} slower than the other replicas of its stage"
         return "some GPUs are slower than the other replicas of their stage"
     return _SIMPLE[name]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}".rstrip("0").rstrip(".") + "×"
 
 
 def _because_schedule(data: dict[str, Any]) -> str:

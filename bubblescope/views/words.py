@@ -60,7 +60,7 @@ RUNGS = ("upstream_s", "peer_host_s", "late_recv_s", "transfer_s", "own_host_s")
 RATIOS: tuple[tuple[str, str, str], ...] = (
     ("fraction", "bubble / makespan", "The headline, over measured step windows. Used by GPipe and Chimera."),
     ("over_ideal", "bubble / (m(F+B))", "Used by Megatron-LM (SC'21) and Llama 3. The same bubble gives a larger "
-     "number here than in `fraction`."),
+     "number here than in fraction."),
     ("own_span_rate", "(cost - m(F+I+W)) / cost", "Cost is the longest first-start-to-last-end over the stages. "
      "Used by Zero Bubble (ICLR'24)."),
     ("straggler_waste", "1 - T_ideal / T", "Not a bubble measure: what equal, undisturbed operations would save. "

@@ -49,7 +49,7 @@ def stairs(report: ReportLike) -> list[Stair]:
 def causes_figure(report: ReportLike) -> go.Figure:
     """Waterfall from the ideal step of this schedule to the measured step."""
     bars = stairs(report)
-    figure = empty_figure(70 + 28 * max(1, len(bars)), "ms per GPU and step (mean over GPUs)")
+    figure = empty_figure(70 + 28 * max(1, len(bars)), "ms per GPU and step")
     for bar in bars:
         text = fmt.seconds(bar.length, signed=bar.cause != "")
         figure.add_bar(

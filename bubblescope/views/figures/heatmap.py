@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import plotly.graph_objects as go
 
 from bubblescope.views import format as fmt
 from bubblescope.views.figures.style import empty_figure
-from bubblescope.views.summary import value
+from bubblescope.views.summary import stage_causes
 from bubblescope.views.words import CAUSES
 
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
-
-
-def stage_causes(report: ReportLike) -> dict[int, dict[str, float | None]]:
-    """Seconds per GPU and step of each cause, mean over the GPUs of each stage; None where unavailable."""
-    stages: dict[int, list[dict[str, float | None]]] = {}
-    for gpu in report.data.get("gpus") or []:
-        causes = {c.name: value(gpu, "causes", c.name) for c in CAUSES}
-        stages.setdefault(-1 if gpu.get("stage") is None else gpu["stage"], []).append(causes)
-    return {s: {c.name: _mean([g[c.name] for g in stages[s]]) for c in CAUSES} for s in sorted(stages)}
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return float(np.mean(known)) if len(known) == len(values) and known else None
 
 
 def heatmap_figure(report: ReportLike) -> go.Figure:

@@ -17,6 +17,9 @@ WORK = {
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif"
 
 
+_AXIS = {"automargin": True, "zeroline": False, "gridcolor": "#d9dee5"}
+
+
 def empty_figure(height: int, x_title: str = "", y_title: str = "") -> go.Figure:
     """A figure without plotly's default template, which would add 7 kB and its own colours."""
     figure = go.Figure()
@@ -24,16 +27,16 @@ def empty_figure(height: int, x_title: str = "", y_title: str = "") -> go.Figure
         template="none", height=height, margin={"l": 8, "r": 16, "t": 8, "b": 44}, dragmode=False,
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", hovermode="closest",
         font={"family": FONT, "size": 13, "color": "#1c2430"},
-        xaxis={"title": {"text": x_title}, "automargin": True, "zeroline": False, "gridcolor": "#d9dee5"},
-        yaxis={"title": {"text": y_title}, "automargin": True, "zeroline": False, "gridcolor": "#d9dee5"},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        xaxis={"title": {"text": x_title, "font": {"size": 13}}, **_AXIS},
+        yaxis={"title": {"text": y_title, "font": {"size": 13}}, **_AXIS},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
     )  # fmt: skip
     return figure
 
 
 def shaded(colour: str, shape: str) -> dict[str, Any]:
     """Marker of bars of one colour with a fine white pattern."""
-    return {"color": colour, "pattern": {"shape": shape, "fgcolor": "#fff", "solidity": 0.2}}
+    return {"color": colour, "pattern": {"shape": shape, "fgcolor": "#fff", "solidity": 0.2, "fillmode": "overlay"}}
 
 
 def cause_marker(*names: str) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def page(report: ReportLike, now: datetime | None) -> Page:
             "slices": _slices(data),
             "shares_text": unavailable(data, "causes", "cause"),
             "causes": CAUSES,
-            "operations": OPERATIONS,
+            "operations": {k: v for k, v in OPERATIONS.items() if k in set(report.ops["kind"])},
+            "drawn_causes": [c for c in CAUSES if c.name in set(report.gaps["cause"])],
             "phases": PHASES,
             "ratios": RATIOS,
             "terms": TERMS,
@@ -100,7 +101,7 @@ def _facts(data: dict[str, Any]) -> list[str]:
     schedule = pipeline.get("schedule")
     found.append(fmt.plain(schedule) if schedule else "schedule not known")
     for key, word in (("stages", "stages"), ("microbatches", "micro-batches"), ("data_parallel", "replicas")):
-        if pipeline.get(key):
+        if pipeline.get(key) and (key, pipeline[key]) != ("data_parallel", 1):
             found.append(f"{pipeline[key]:,} {word if pipeline[key] != 1 else word.removesuffix('s')}")
     found.append(f"{gpu_count(data):,} GPUs")
     framework = value(data, "source", "framework")
@@ -143,7 +144,7 @@ def _whatif(data: dict[str, Any]) -> dict[str, Any]:
     causes = mean_causes(data)
     return {
         "idle_s": mean_gpu(data, "idle"),
-        "step_s": value(data, "steps", "seconds_median") or mean_gpu(data, "window"),
+        "step_s": mean_gpu(data, "window") or value(data, "steps", "seconds_median"),
         "gpus": gpu_count(data),
         "steps": int(value(data, "cost", "total_steps") or value(data, "steps", "analysed") or 1),
         "price": value(data, "cost", "price_per_gpu_hour"),

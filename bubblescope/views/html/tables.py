@@ -11,14 +11,14 @@ import numpy as np
 
 from bubblescope.views import format as fmt
 from bubblescope.views.figures.causes import stairs
-from bubblescope.views.figures.heatmap import stage_causes
-from bubblescope.views.summary import stage_work, unavailable, value
+from bubblescope.views.summary import stage_causes, stage_work, unavailable, value
 from bubblescope.views.words import CAUSE, CAUSES, INTRINSIC, RATIOS
 
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
 
 MOST_ROWS = 200
+MOST_LINKS = 64
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,17 @@ def fixes(report: ReportLike) -> Table:
             _saving(None, cause.name) if None in bounds else " to ".join(fmt.milliseconds(b) for b in bounds),
         ))  # fmt: skip
     head = ("Cause", "Sure", "share of idle", "ms", "first-in", "Shapley", "over all orders")
-    return Table("What fixing each cause would buy, in ms per step. The headline savings use first-in.", head,
-                 tuple(rows), 2)  # fmt: skip
+    caption = (
+        "What fixing each cause would buy, in ms per step. The headline savings use first-in. Warmup, cooldown and "
+        "schedule are intrinsic: only another schedule or more micro-batches recover them."
+    )
+    return Table(caption, head, tuple(rows), 2)
 
 
 def _saving(number: float | None, cause: str) -> str:
     if number is not None:
         return fmt.milliseconds(number)
-    return "another schedule" if cause in INTRINSIC else "unavailable"
+    return fmt.MISSING if cause in INTRINSIC else "unavailable"
 
 
 def steps(report: ReportLike) -> Table:
@@ -174,19 +177,40 @@ def balance(report: ReportLike) -> Table:
 
 
 def p2p(report: ReportLike) -> Table:
-    lines = sorted(report.data.get("p2p") or [], key=lambda r: (-(r.get("wait") or 0.0), r["src"], r["dst"]))
+    """One row a link, or one a pair of stages where there are more links than a reader would read."""
+    links = report.data.get("p2p") or []
+    stage_of = {g["rank"]: g.get("stage") for g in report.data.get("gpus") or []}
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for link in links:
+        ends = [link["src"], link["dst"]]
+        if len(links) > MOST_LINKS:
+            name = "stage {} to {}".format(*(stage_of.get(rank, "?") for rank in ends))
+        else:
+            name = "GPU {} to {}".format(*ends)
+        grouped.setdefault((name, str(link["direction"])), []).append(link)
+    lines = sorted(grouped.items(), key=lambda item: (-(_weighted(item[1], "wait") or 0.0), item[0]))
     carried = {"act": "activations", "grad": "gradients"}
     rows = [
         (
-            f"GPU {r['src']} to {r['dst']}", carried.get(str(r["direction"]), fmt.plain(r["direction"])),
-            f"{r['count']:,}", fmt.milliseconds(r.get("wait")), fmt.milliseconds(r.get("transfer")),
-            fmt.data_size(r.get("bytes")), fmt.number(r.get("gbps")),
+            name, carried.get(way, fmt.plain(way)), f"{sum(x['count'] for x in mine):,}",
+            fmt.milliseconds(_weighted(mine, "wait")), fmt.milliseconds(_weighted(mine, "transfer")),
+            fmt.data_size(_weighted(mine, "bytes")), fmt.number(_weighted(mine, "gbps")),
         )
-        for r in lines
+        for (name, way), mine in lines
     ]  # fmt: skip
     kept, note = _cut(rows, "links")
+    if len(links) > MOST_LINKS:
+        note = f"{len(links):,} links between GPUs, summed by stage; each one is in the CSV files. {note}".strip()
     head = ("Link", "Carries", "messages", "wait, ms", "transfer, ms", "size", "Gbit/s")
     return Table("Messages between stages, longest wait first.", head, kept, 2, note)
+
+
+def _weighted(links: list[dict[str, Any]], column: str) -> float | None:
+    """Mean over messages; None where any link lacks it."""
+    pairs = [(value(link, column), link["count"]) for link in links]
+    if any(v is None for v, _ in pairs) or not sum(n for _, n in pairs):
+        return None
+    return float(np.average([v for v, _ in pairs], weights=[n for _, n in pairs]))
 
 
 def ratios(report: ReportLike) -> Table:

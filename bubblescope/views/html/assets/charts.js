@@ -14,8 +14,11 @@
   function themed(layout) {
     const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
     const axis = (a) => ({ ...a, gridcolor: of("--line"), linecolor: of("--line"), tickcolor: of("--line") });
+    const xaxis = axis(layout.xaxis);
+    // Labels beside the bars need more of a narrow page.
+    if (innerWidth < 560 && xaxis.range) xaxis.range = [xaxis.range[0], xaxis.range[1] * 1.35];
     return {
-      ...layout, font: { ...layout.font, color: of("--ink") }, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+      ...layout, font: { ...layout.font, color: of("--ink") }, xaxis, yaxis: axis(layout.yaxis),
       hoverlabel: { bgcolor: of("--panel"), bordercolor: of("--soft"), font: { color: of("--ink") } },
     };
   }

@@ -46,7 +46,7 @@ const bubblescope = {};
   function split(parts, total) {
     const [unit, scale] = unitOf(total);
     const size = Math.abs(total * scale);
-    const decimals = size === 0 ? 0 : Math.max(0, 2 - Math.floor(Math.log10(size)));
+    const decimals = size === 0 ? 0 : Math.max(1, 2 - Math.floor(Math.log10(size)));
     const grain = 10 ** decimals;
     const exact = parts.map((part) => part * scale * grain);
     const whole = exact.map(Math.floor);

@@ -35,7 +35,7 @@
       }
     }
     if (state.ideal && state.showIdeal) {
-      rows.push({ type: "title", height: 30, label: "The ideal schedule, replayed: equal stages, free transfers" });
+      rows.push({ type: "title", height: 30, label: `The ideal schedule, replayed with equal stages and free transfers: ${seconds(t.ideal.seconds)}` });
       t.ideal.rows.forEach(([rank, stage], i) => rows.push({ type: "ideal", index: i, height: 20, label: `stage ${stage}`, small: "" }));
     }
     let y = 0;
@@ -111,6 +111,11 @@
     if (state.messages) paintMessages();
     paintChosen();
     context.restore();
+    if (state.contentHeight > viewHeight() + 1) {
+      const share = viewHeight() / state.contentHeight;
+      context.fillStyle = palette.soft;
+      context.fillRect(width - 5, AXIS + state.top * share, 4, Math.max(16, viewHeight() * share));
+    }
     canvas.dataset.view = `${state.from} ${state.to}`;
   }
 
@@ -178,10 +183,10 @@
       const a = Math.max(left, toX(columns.op_start[i])), b = Math.min(right, toX(columns.op_end[i]));
       context.fillStyle = palette.ops[columns.op_kind[i]];
       context.fillRect(a, y, Math.max(b - a - (b - a > 3 ? 1 : 0), 0.6), height);
-      if (b - a > 24 && height >= 14) {
+      if (b - a > 15 && height >= 14) {
         const kind = t.kinds[columns.op_kind[i]], batch = columns.op_microbatch[i];
         const label = batch >= 0 ? `${kind}${batch}` : kind;
-        if (context.measureText(label).width < b - a - 4) { context.fillStyle = palette.opInk; context.fillText(label, (a + b) / 2, y + height / 2 + 0.5); }
+        if (context.measureText(label).width < b - a - 2) { context.fillStyle = palette.opInk; context.fillText(label, (a + b) / 2, y + height / 2 + 0.5); }
       }
     }
   }
@@ -314,22 +319,28 @@
     say(`stage ${row.stage} ${state.open.has(row.stage) ? "opened: its GPUs have a row each" : "closed"}`);
     draw();
   }
+  // The longest gap in view among those numbered first..last-1, -1 when none is in view.
+  function longest(first, last) {
+    const s = state.step;
+    let best = -1;
+    for (let i = first; i < last; i++) {
+      const visible = s.gap_end[i] > state.from && s.gap_start[i] < state.to;
+      if (visible && (best < 0 || s.gap_end[i] - s.gap_start[i] > s.gap_end[best] - s.gap_start[best])) best = i;
+    }
+    return best;
+  }
   function enter() {
     const row = rows[state.row], s = state.step;
     if (row.type === "stage") return toggle(row);
     if (row.type !== "gpu") return;
-    let best = -1;
-    for (let i = s.gapFirst[row.index]; i < s.gapFirst[row.index + 1]; i++) {
-      const visible = s.gap_end[i] > state.from && s.gap_start[i] < state.to;
-      if (visible && (best < 0 || s.gap_end[i] - s.gap_start[i] > s.gap_end[best] - s.gap_start[best])) best = i;
-    }
+    const best = longest(s.gapFirst[row.index], s.gapFirst[row.index + 1]);
     if (best >= 0) choose(best); else say("No bubble of this row is in view.");
   }
   function neighbour(by) {
-    const s = state.step, row = rows[state.row];
+    const s = state.step;
     if (!s.gap_row || !s.gap_row.length) return;
     let next = state.gap + by;
-    if (state.gap < 0) next = row.type === "gpu" ? s.gapFirst[row.index] : 0;
+    if (state.gap < 0) next = longest(0, s.gap_row.length);
     choose((next + s.gap_row.length) % s.gap_row.length);
   }
   function say(message) { status.textContent = message; }
