@@ -193,9 +193,7 @@ def build(run: SleepRun, rank: int) -> tuple[Any, list[Any], Any, bool, bool]:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    groups = [
-        dist.new_group(list(range(r * run.stages, (r + 1) * run.stages))) for r in range(run.replicas)
-    ]
+    groups = [dist.new_group(list(range(r * run.stages, (r + 1) * run.stages))) for r in range(run.replicas)]
     group = groups[rank // run.stages]
     mine = run.stages_of(rank % run.stages)
     stages, parameters = [], []

@@ -1,0 +1,291 @@
+"""The recording reader: what it must make of whole, cut, damaged and foreign files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bubblescope.errors import BubblescopeError, InputError
+from bubblescope.ingest import recording
+from bubblescope.model import Kind, Lane
+from tests.support.recordings import end, header, layout, step, text, write
+
+STEP0 = step(0, [{"start_ns": 10, "end_ns": 30}, {"kind": "B", "start_ns": 30, "end_ns": 70}])
+
+
+def two_ranks(folder: Path, last: dict[int, int] | None = None, ended: tuple[int, ...] = (0, 1)) -> Path:
+    """Ranks 0 and 1; rank r has steps 0..last[r]; rank 0 sends one message per step to rank 1."""
+    for rank in range(2):
+        lines = [header(rank, 2), layout(rank, 2)]
+        for number in range((last or {0: 1, 1: 1})[rank] + 1):
+            base = 1000 * number
+            message = {"kind": "SEND" if rank == 0 else "RECV", "stage": rank, "peer": 1 - rank, "seq": 3,
+                       "bytes": 64, "group": 1, "name": 2}  # fmt: skip
+            lines.append(
+                step(
+                    number,
+                    [
+                        {"stage": rank, "start_ns": base, "end_ns": base + 100},
+                        message | {"lane": "post", "start_ns": base + 100, "end_ns": base + 110},
+                        message | {"lane": "wait", "start_ns": base + 110, "end_ns": base + 150},
+                    ],
+                )
+            )
+        if rank in ended:
+            lines.append(end())
+        write(folder, rank, *lines)
+    return folder
+
+
+def codes(run: object) -> list[str]:
+    return [notice.code for notice in run.notices]  # type: ignore[attr-defined]
+
+
+def test_a_whole_recording_gives_spans_layout_and_linked_messages(tmp_path: Path) -> None:
+    run = recording.read(two_ranks(tmp_path))
+    assert codes(run) == []
+    assert len(run.spans) == 12
+    assert (run.layout.stages, run.layout.chunks, run.layout.schedule) == (2, 1, "1F1B")
+    assert run.layout.stage_rank == {(0, 0): 0, (0, 1): 1}
+    assert run.clock.aligned and run.source.timing == "host"
+    assert len(run.links.p2p) == 2
+    spans = run.spans
+    for (send, recv), (send_wait, recv_wait) in zip(run.links.p2p, run.links.p2p_wait, strict=True):
+        assert (spans.kind[send], spans.kind[recv]) == (Kind.SEND, Kind.RECV)
+        assert spans.lane[send] == spans.lane[recv] == Lane.POST
+        assert spans.lane[send_wait] == spans.lane[recv_wait] == Lane.WAIT
+        assert spans.step[send] == spans.step[recv] == spans.step[send_wait] == spans.step[recv_wait]
+        assert (spans.rank[send_wait], spans.rank[recv_wait]) == (0, 1)
+
+
+def test_times_start_at_zero_and_the_origin_is_kept(tmp_path: Path) -> None:
+    run = recording.read(two_ranks(tmp_path))
+    assert run.spans.start_ns.min() == 0
+    assert run.source.details["origin_ns"] == 1_000_000_000_000
+
+
+@pytest.mark.parametrize("cut", range(1, 280, 31))
+def test_a_cut_tail_costs_only_the_line_that_was_cut(tmp_path: Path, cut: int) -> None:
+    whole = text(header(), layout(), STEP0, step(1, [{"start_ns": 100, "end_ns": 120}]))
+    (tmp_path / "rank-00000.jsonl").write_bytes(whole[:-cut])
+    run = recording.read(tmp_path)
+    if cut == 1:  # only the newline is gone
+        assert 1 in run.spans.step and "tail-cut" not in codes(run)
+    else:
+        assert set(run.spans.step.tolist()) == {0}
+        message = next(notice.message for notice in run.notices if notice.code == "tail-cut")
+        assert "rank 0" in message and "after step 0" in message
+
+
+def test_a_corrupt_line_in_the_middle_is_skipped_and_counted(tmp_path: Path) -> None:
+    lines = text(header(), layout(), STEP0, step(1, [{"start_ns": 100, "end_ns": 120}]), end()).split(b"\n")
+    lines[2] = lines[2][:50] + b"\xff\x00" + lines[2][60:]
+    (tmp_path / "rank-00000.jsonl").write_bytes(b"\n".join(lines))
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {1}
+    assert "1 of 5 lines" in next(n.message for n in run.notices if n.code == "line-skipped")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step": 2**40},
+        {"texts": []},
+        {"columns": {}},
+        {"columns": step(0, [{}])["columns"] | {"end_ns": [1, 2]}},
+        {"columns": step(0, [{"kind": "Q"}])["columns"]},
+        {"columns": step(0, [{"device": 10**6}])["columns"]},
+        {"columns": step(0, [{"start_ns": 2**63}])["columns"]},
+        {"columns": step(0, [{"name": 77}])["columns"]},
+    ],
+)
+def test_a_step_line_that_makes_no_sense_is_skipped(tmp_path: Path, damage: dict[str, object]) -> None:
+    write(tmp_path, 0, header(), layout(), STEP0 | damage, step(1, [{"start_ns": 1, "end_ns": 2}]), end())
+    run = recording.read(tmp_path)
+    assert codes(run) == ["line-skipped"]
+    assert set(run.spans.step.tolist()) == {1}
+
+
+def test_rows_that_end_before_they_start_are_dropped_and_counted(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(), layout(), step(0, [{"start_ns": 9, "end_ns": 5}, {"end_ns": 5}]), end())
+    run = recording.read(tmp_path)
+    assert len(run.spans) == 1
+    assert codes(run) == ["rows-dropped"]
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(0, 4), layout(0, 4), STEP0, end())
+    write(tmp_path, 2, header(2, 4), layout(2, 4), STEP0, end())
+    run = recording.read(tmp_path)
+    assert run.layout.missing_ranks == [1, 3]
+    assert "2 of 4 ranks have no file: 1, 3" in next(n.message for n in run.notices if n.code == "rank-missing")
+
+
+def test_a_rank_that_ended_early_is_named(tmp_path: Path) -> None:
+    run = recording.read(two_ranks(tmp_path, last={0: 3, 1: 1}, ended=(0,)))
+    early = [notice.message for notice in run.notices if notice.code == "rank-ended-early"]
+    assert len(early) == 1 and "rank 1" in early[0] and "killed" in early[0] and "after step 1" in early[0]
+
+
+def test_a_recording_that_is_still_written_says_so(tmp_path: Path) -> None:
+    assert codes(recording.read(two_ranks(tmp_path, ended=()))) == ["recording-open"]
+
+
+def test_a_partial_step_is_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(), layout(), STEP0, step(1, [{}], partial=True), end(error="RuntimeError"))
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {0}
+    assert "RuntimeError" in next(n.message for n in run.notices if n.code == "step-partial")
+
+
+def test_of_two_files_of_a_rank_the_newest_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(), layout(), STEP0, end())
+    again = text(header(clock=[0, 2_000_000_000_000]), layout(), step(7, [{"end_ns": 4}]), end())
+    (tmp_path / "rank-00000.4711.jsonl").write_bytes(again)
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {7}
+    assert codes(run) == ["rank-duplicate"]
+
+
+def test_of_two_jobs_in_a_folder_the_newest_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
+    write(tmp_path, 1, header(1, 2, job="job-2", clock=[0, 2_000_000_000_000]), layout(1, 2), STEP0, end())
+    run = recording.read(tmp_path)
+    assert run.ranks == [1]
+    assert "several-jobs" in codes(run)
+
+
+def test_ranks_of_one_host_keep_their_common_clock_despite_different_anchors(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
+    write(tmp_path, 1, header(1, 2, clock=[0, 1_000_000_000_500]), layout(1, 2), STEP0, end())
+    run = recording.read(tmp_path)
+    assert run.spans.start_ns[run.spans.rank == 0].tolist() == run.spans.start_ns[run.spans.rank == 1].tolist()
+
+
+def test_two_hosts_are_not_called_aligned(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
+    write(tmp_path, 1, header(1, 2, boot_id="boot-b", host="node-b"), layout(1, 2), STEP0, end())
+    run = recording.read(tmp_path)
+    assert not run.clock.aligned and len(run.clock.hosts) == 2 and run.clock.half_width_ns is None
+
+
+def test_a_newer_format_is_refused_with_a_hint(tmp_path: Path) -> None:
+    write(tmp_path, 0, {"kind": "header", "schema_version": 99, "surprise": True})
+    with pytest.raises(InputError) as caught:
+        recording.read(tmp_path)
+    assert "99" in caught.value.what and "upgrade" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"{}", b'{"kind":"step"}\n', b"\x00" * 4000, b"[" * 100_000])
+def test_a_file_without_a_header_is_refused_with_a_hint(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rank-00000.jsonl").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        recording.read(tmp_path)
+    assert caught.value.hint
+
+
+def test_an_empty_file_beside_good_ones_is_only_noticed(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
+    (tmp_path / "rank-00001.jsonl").write_bytes(b"")
+    assert set(codes(recording.read(tmp_path))) == {"file-empty", "rank-missing"}
+
+
+def test_can_read_knows_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 0, header(), end())
+    other = tmp_path / "trace.json"
+    other.write_text('{"traceEvents": []}')
+    renamed = tmp_path / "kept.jsonl"
+    renamed.write_bytes(text(header()).replace(b": ", b":").replace(b", ", b","))
+    assert [recording.can_read(p) for p in (path, path.parent, renamed)] == [True] * 3
+    assert [recording.can_read(p) for p in (other, tmp_path, tmp_path / "nothing")] == [False] * 3
+
+
+def test_gradient_accumulation_counts_as_one_steps_microbatches(tmp_path: Path) -> None:
+    rows = [{"microbatch": mb, "start_ns": mb, "end_ns": mb + 1} for mb in range(6)]
+    write(tmp_path, 0, header(), layout(microbatches=3), step(0, rows), step(1, rows), end())
+    assert recording.read(tmp_path).layout.microbatches == 6
+
+
+def test_device_times_are_put_on_the_host_clock_with_their_drift(tmp_path: Path) -> None:
+    """The device clock is 5 ms off and gains 20 ppm; events start 3 us to 2 ms after the host recorded them."""
+    rng = np.random.default_rng(3)
+    lines, truth = [header(), layout()], []
+    for number in range(200):
+        host = 50_000_000 * number + np.arange(20) * 2_000_000
+        started = host + np.where(rng.random(20) < 0.2, 3_000, rng.integers(3_000, 2_000_000, 20))
+        device = np.rint((started - 5_000_000) * (1 + 20e-6)).astype(int)
+        truth += started.tolist()
+        rows = [{"start_ns": int(d), "end_ns": int(d) + 1000} for d in device]
+        made = step(number, rows, timing="events")
+        made["columns"] |= {"host_start_ns": host.tolist(), "host_end_ns": (host + 500).tolist()}
+        lines.append(made)
+    write(tmp_path, 0, *lines, end())
+    run = recording.read(tmp_path)
+    error = run.spans.start_ns + run.source.details["origin_ns"] - 1_000_000_000_000 - np.sort(np.array(truth))
+    assert run.source.timing == "events"
+    assert np.abs(error).max() < 10_000
+
+
+def test_evaluation_rows_have_no_step(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(), layout(), STEP0, step(-1, [{"start_ns": 80, "end_ns": 90}], eval=True), end())
+    run = recording.read(tmp_path)
+    assert run.spans.step.tolist() == [0, 0, -1]
+    assert run.source.details["evaluations"] == 1
+
+
+GOOD = text(header(), layout(), STEP0, step(1, [{"start_ns": 100, "end_ns": 120}]), end())
+
+
+@settings(max_examples=200, deadline=None)
+@given(cuts=st.lists(st.tuples(st.integers(0, len(GOOD)), st.integers(0, 40), st.binary(max_size=12)), max_size=6))
+def test_no_damage_ends_in_anything_but_a_run_or_our_own_error(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int, bytes]]
+) -> None:
+    data = GOOD
+    for at, gone, new in cuts:
+        data = data[:at] + new + data[at + gone :]
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "rank-00000.jsonl").write_bytes(data)
+    try:
+        run = recording.read(folder)
+    except BubblescopeError as error:
+        assert error.hint
+        return
+    assert (run.spans.end_ns >= run.spans.start_ns).all()
+    assert len(run.links.p2p) == len(run.links.p2p_wait)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    line=st.sampled_from([header(), layout(), STEP0, end()]),
+    changes=st.dictionaries(st.sampled_from([*header(), *layout(), *STEP0, *end()]), json_values, max_size=3),
+    cells=st.dictionaries(
+        st.sampled_from([*STEP0["columns"], "host_start_ns", "host_end_ns"]),
+        st.lists(st.integers(-(2**64), 2**64) | st.integers(-2, 2), min_size=2, max_size=2),
+        max_size=3,
+    ),
+)
+def test_no_value_of_any_field_ends_in_anything_but_a_run_or_our_own_error(
+    tmp_path_factory: pytest.TempPathFactory,
+    line: dict[str, object],
+    changes: dict[str, object],
+    cells: dict[str, object],
+) -> None:
+    folder = tmp_path_factory.mktemp("fields")
+    odd = STEP0 | {"columns": STEP0["columns"] | cells}
+    write(folder, 0, header(), line | changes, layout(), STEP0, odd, end())
+    try:
+        recording.read(folder)
+    except BubblescopeError as error:
+        assert error.hint
