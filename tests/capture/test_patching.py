@@ -1,0 +1,98 @@
+"""Patches are reversible, bound by name, and their own faults never reach the job."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from bubblescope.capture.patching import PatchSet
+
+
+class Base:
+    def work(self, item: int, scale: int = 1, *, mode: str = "plain") -> int:
+        if item < 0:
+            raise KeyError(item)
+        return item * scale
+
+
+class Child(Base):
+    pass
+
+
+def watch(owner: Any, seen: list[Any], **more: Any) -> PatchSet:
+    patches = PatchSet()
+    patches.around(
+        owner,
+        "work",
+        "work",
+        needs=("self", "item"),
+        optional={"scale": 0, "mode": "", "absent": "fallback"},
+        before=lambda *values: seen.append(values[1:]) or "token",
+        after=lambda token, result: seen.append((token, result)),
+        **more,
+    )
+    return patches
+
+
+def test_values_are_taken_by_name_however_they_are_passed() -> None:
+    seen: list[Any] = []
+    patches = watch(Base, seen)
+    base = Base()
+    assert (base.work(2), base.work(2, 3), base.work(item=4, scale=5, mode="x")) == (2, 6, 20)
+    patches.restore()
+    assert seen[::2] == [(2, 1, "plain", "fallback"), (2, 3, "plain", "fallback"), (4, 5, "x", "fallback")]
+    assert patches.hooks["work"].hits == 3
+
+
+def test_restore_gives_back_the_identical_original_also_where_it_was_inherited() -> None:
+    original = vars(Base)["work"]
+    patches = watch(Child, [])
+    assert "work" in vars(Child) and vars(Base)["work"] is original
+    patches.restore()
+    assert "work" not in vars(Child) and Child.work is original
+
+
+def test_a_patch_that_someone_put_over_ours_stays_and_ours_only_passes_through() -> None:
+    original, seen = vars(Base)["work"], []
+    patches = watch(Base, seen)
+    ours = vars(Base)["work"]
+    theirs = lambda self, item: ours(self, item) + 100  # noqa: E731
+    Base.work = theirs  # type: ignore[method-assign,assignment]
+    try:
+        patches.restore()
+        assert vars(Base)["work"] is theirs and Base().work(1) == 101 and seen == []
+    finally:
+        Base.work = original  # type: ignore[method-assign]
+
+
+def test_an_exception_of_the_job_passes_unchanged_and_is_not_a_hit() -> None:
+    undone: list[Any] = []
+    patches = watch(Base, [], abort=undone.append)
+    with pytest.raises(KeyError) as caught:
+        Base().work(-1)
+    patches.restore()
+    assert caught.value.args == (-1,) and undone == ["token"] and patches.hooks["work"].hits == 0
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_fault_of_ours_turns_the_hook_off_with_one_warning(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*values: Any) -> Any:
+        raise ZeroDivisionError("ours")
+
+    calls = {"before": lambda *values: "token", "after": lambda token, result: None} | {where: broken}
+    patches = PatchSet()
+    patches.around(Base, "work", "work", needs=("self",), **calls)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "bubblescope"):
+        assert [Base().work(n) for n in (1, 2, 3)] == [1, 2, 3]
+    patches.restore()
+    assert len(caplog.records) == 1 and "ZeroDivisionError" in caplog.text
+    assert len(patches.warnings) == 1
+
+
+@pytest.mark.parametrize(("name", "needs"), [("absent", ()), ("work", ("self", "chunk_id"))])
+def test_what_this_version_lacks_is_refused_and_reported(name: str, needs: tuple[str, ...]) -> None:
+    patches = PatchSet()
+    done = patches.around(Base, name, "label", needs=needs, before=lambda *v: None, after=lambda t, r: None)
+    assert not done and "label" in patches.refused
