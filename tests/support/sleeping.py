@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,24 +93,37 @@ class RankResult:
 
 
 def run_pipeline(run: SleepRun, timeout_s: float = 120.0) -> list[RankResult]:
-    """Run it in processes of their own; one result per rank. Raises RuntimeError when a rank fails that was not
-    to be killed (nor sat beside one that was), with what it printed."""
+    """Run it in processes of its own; one result per rank. Raises RuntimeError when a rank fails in a run where
+    none was to be killed, with what it printed."""
+    return run_pipelines([run], timeout_s)[0]
+
+
+def run_pipelines(runs: Sequence[SleepRun], timeout_s: float = 300.0) -> list[list[RankResult]]:
+    """Several, one after the other, at the price of importing torch once. Each in fresh processes."""
     with tempfile.TemporaryDirectory() as scratch:
-        plan = dataclasses.asdict(run) | {"scratch": scratch, "port": free_port()}
-        for name in ("out", "profiler"):
-            plan[name] = None if plan[name] is None else str(plan[name])
+        plans = []
+        for number, run in enumerate(runs):
+            plan = dataclasses.asdict(run) | {"scratch": f"{scratch}/{number}", "port": free_port()}
+            Path(plan["scratch"]).mkdir()
+            for name in ("out", "profiler"):
+                plan[name] = None if plan[name] is None else str(plan[name])
+            plans.append(plan)
         done = subprocess.run(
-            [sys.executable, "-m", "tests.support.sleeping", json.dumps(plan)],
+            [sys.executable, "-m", "tests.support.sleeping", json.dumps(plans)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             timeout=timeout_s,
             capture_output=True,
             text=True,
         )
-        if done.returncode != 0 and run.kill is None:
+        if done.returncode != 0:
             raise RuntimeError(f"sleeping pipeline failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-        codes = json.loads((Path(scratch) / "exitcodes.json").read_text())
-        return [_result(Path(scratch), rank, code) for rank, code in enumerate(codes)]
+        return [_results(Path(plan["scratch"])) for plan in plans]
+
+
+def _results(scratch: Path) -> list[RankResult]:
+    codes = json.loads((scratch / "exitcodes.json").read_text())
+    return [_result(scratch, rank, code) for rank, code in enumerate(codes)]
 
 
 def _result(scratch: Path, rank: int, exitcode: int) -> RankResult:
@@ -340,20 +353,22 @@ def _profiled(folder: Path, rank: int) -> Any:
 
 def main(text: str) -> int:
     """Fork one process per rank from this one, which has imported torch once for all."""
-    plan = json.loads(text)
     import torch.distributed.pipelining
     import torch.utils.data  # noqa: F401
 
     context = multiprocessing.get_context("fork")
-    world = plan["stages"] * plan["replicas"]
-    ranks = [context.Process(target=_worker, args=(rank, dict(plan))) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    codes = [process.exitcode for process in ranks]
-    (Path(plan["scratch"]) / "exitcodes.json").write_text(json.dumps(codes))
-    return 0 if not any(codes) else 1
+    failed = False
+    for plan in json.loads(text):
+        world = plan["stages"] * plan["replicas"]
+        ranks = [context.Process(target=_worker, args=(rank, dict(plan))) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        codes = [process.exitcode for process in ranks]
+        (Path(plan["scratch"]) / "exitcodes.json").write_text(json.dumps(codes))
+        failed |= any(codes) and plan["kill"] is None
+    return int(failed)
 
 
 if __name__ == "__main__":
