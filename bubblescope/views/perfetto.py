@@ -81,7 +81,7 @@ def _bubbles(report: ReportLike) -> Iterator[Event]:
 
 
 def _arrows(report: ReportLike) -> Iterator[Event]:
-    """A flow needs a slice at both ends: its own end is one, on a track of its own, since slices of a track must nest."""
+    """A flow needs a slice at both ends; they have a track of their own, since slices of one track must nest."""
     for number, message in enumerate(report.messages.to_dict("records")):
         name = f"{message['direction']}{int(message['microbatch'])}"
         ends = (("s", "src", message["send_s"]), ("f", "dst", message["done_s"]))

@@ -15,6 +15,9 @@ from bubblescope.views.words import CAUSES, INTRINSIC
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
 
+OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
+"""Causes that would idle a GPU without any pipeline: idle, but no bubble."""
+
 UNTRUSTED = 0.05
 """ATTRIBUTION.md §6: above this share of the step, the attribution is not to be trusted."""
 
@@ -72,7 +75,7 @@ def first_screen(report: ReportLike) -> FirstScreen:
         _cost(data),
         _reason(report),
         (_fraction_figure(data), _hours_figure(data), _money_figure(data)),
-        tuple(_action(row, data) for row in best_actions(data, 3)),
+        tuple(_action(row, data) for row in top_actions(data)),
         tuple(_trust(data)),
     )
 
@@ -90,10 +93,34 @@ def gpu_count(data: dict[str, Any]) -> int:
     return int(known or len(data.get("gpus") or []))
 
 
-def headline_fraction(data: dict[str, Any]) -> float | None:
-    fraction = value(data, "bubble", "fraction")
-    found = fraction if fraction is not None else value(data, "bubble", "gpu_idle_fraction")
-    return None if found is None else float(found)
+@dataclass(frozen=True)
+class Loss:
+    """What the first screen is about: pipeline bubbles, or all idle time where bubbles cannot be told from it.
+
+    share: of all GPU time. of_idle: share of idle time, to scale hours and money of idle.
+    """
+
+    what: str
+    share: float
+    of_idle: float
+
+
+def headline(data: dict[str, Any]) -> Loss | None:
+    """`fraction` leaves out what would idle a GPU without any pipeline; hours and money must do the same."""
+    fraction, idle = value(data, "bubble", "fraction"), value(data, "bubble", "gpu_idle_fraction")
+    if fraction is not None:
+        return Loss("bubbles", float(fraction), float(fraction / idle) if idle else 1.0)
+    return None if idle is None else Loss("idle", float(idle), 1.0)
+
+
+def lost_hours(data: dict[str, Any]) -> float | None:
+    loss, hours = headline(data), value(data, "cost", "idle_gpu_hours")
+    return None if loss is None or hours is None else float(hours) * loss.of_idle
+
+
+def lost_money(data: dict[str, Any]) -> float | None:
+    loss, amount = headline(data), value(data, "cost", "idle_money")
+    return None if loss is None or amount is None else float(amount) * loss.of_idle
 
 
 def unavailable(data: dict[str, Any], *hints: str) -> str:
@@ -109,9 +136,14 @@ def unavailable(data: dict[str, Any], *hints: str) -> str:
 
 
 def mean_causes(data: dict[str, Any]) -> dict[str, float | None]:
-    """Seconds per GPU and step of each cause, mean over the GPUs seen; None where any GPU lacks it."""
+    """Seconds per GPU and step of each cause, mean over the GPUs seen; None where it is unavailable."""
     gpus = data.get("gpus") or []
-    return {c.name: _mean([value(g, "causes", c.name) for g in gpus]) for c in CAUSES}
+    return {c.name: _mean([value(g, "causes", c.name) for g in gpus]) if known(data, c.name) else None for c in CAUSES}
+
+
+def known(data: dict[str, Any], cause: str) -> bool:
+    """Whether the cause could be told apart from others: one that could not is no zero."""
+    return value(data, "causes", cause, "sure") != "unavailable"
 
 
 def mean_gpu(data: dict[str, Any], column: str) -> float | None:
@@ -129,54 +161,70 @@ def stage_causes(report: ReportLike) -> dict[int, dict[str, float | None]]:
     """Seconds per GPU and step of each cause, mean over the GPUs of each stage; None where unavailable."""
     stages: dict[int, list[dict[str, float | None]]] = {}
     for gpu in report.data.get("gpus") or []:
-        causes = {c.name: value(gpu, "causes", c.name) for c in CAUSES}
+        causes = {c.name: value(gpu, "causes", c.name) if known(report.data, c.name) else None for c in CAUSES}
         stages.setdefault(-1 if gpu.get("stage") is None else gpu["stage"], []).append(causes)
     return {s: {c.name: _mean([g[c.name] for g in stages[s]]) for c in CAUSES} for s in sorted(stages)}
 
 
-def best_actions(data: dict[str, Any], count: int | None = None) -> list[dict[str, Any]]:
+def best_actions(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Actions that save time, best first."""
     rows = [a for a in data.get("advice") or [] if (a.get("saved_seconds") or 0) > 0]
-    return sorted(rows, key=lambda a: -float(a["saved_seconds"]))[:count]
+    return sorted(rows, key=lambda a: -float(a["saved_seconds"]))
+
+
+def top_actions(data: dict[str, Any], count: int = 3) -> list[dict[str, Any]]:
+    """The best action of each kind, best first: five schedules in a row would hide the other ways out."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in best_actions(data):
+        first.setdefault(str(row.get("kind")), row)
+    return list(first.values())[:count]
 
 
 def _lost(data: dict[str, Any]) -> str:
-    fraction, gpus = headline_fraction(data), gpu_count(data)
+    loss, gpus = headline(data), gpu_count(data)
     whose = "one GPU's time" if gpus == 1 else f"{gpus:,} GPUs' time"
-    if fraction is None:
+    if loss is None:
         return f"How much of {whose} is lost to pipeline bubbles is {unavailable(data, 'fraction', 'idle')}"
-    return f"{fmt.percent(fraction)} of {whose} is lost to pipeline bubbles"
+    if loss.what == "idle":
+        return f"{fmt.percent(loss.share)} of {whose} is idle"
+    return f"{fmt.percent(loss.share)} of {whose} is lost to pipeline bubbles"
 
 
 def span_words(data: dict[str, Any]) -> str:
-    total = value(data, "cost", "total_steps")
-    if total:
+    total, analysed = value(data, "cost", "total_steps"), int(value(data, "steps", "analysed") or 0)
+    if total and total != analysed:
         return f"over {int(total):,} steps"
-    analysed = int(value(data, "steps", "analysed") or 0)
     return "in the one step analysed" if analysed == 1 else f"in the {analysed:,} steps analysed"
 
 
 def _cost(data: dict[str, Any]) -> str:
-    hours = value(data, "cost", "idle_gpu_hours")
+    hours, amount = lost_hours(data), lost_money(data)
     if hours is None:
         return ""
-    amount = value(data, "cost", "idle_money")
     price = f", {fmt.money(amount, value(data, 'cost', 'currency'))}" if amount is not None else ""
     return f": {fmt.gpu_hours(hours)}{price} {span_words(data)}"
 
 
 def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
-    """Causes with their share of idle, largest first; the intrinsic ones count together, as "schedule"."""
-    shares = {c.name: value(data, "causes", c.name, "share_of_idle") for c in CAUSES}
-    known = {name: float(share) for name, share in shares.items() if share is not None}
-    grouped = {name: share for name, share in known.items() if name not in INTRINSIC}
-    if any(name in known for name in INTRINSIC):
-        grouped["schedule"] = sum(known.get(name, 0.0) for name in INTRINSIC)
+    """Causes with their share of the headline's loss, largest first; the intrinsic ones count together, as
+    "schedule". Bubbles leave out what would idle a GPU without any pipeline."""
+    loss = headline(data)
+    bubbles = loss is not None and loss.what == "bubbles"
+    scale = loss.of_idle if loss is not None and loss.of_idle > 0 else 1.0
+    grouped: dict[str, float] = {}
+    for cause in CAUSES:
+        share = value(data, "causes", cause.name, "share_of_idle")
+        if share is None or (bubbles and cause.name in OUTSIDE_PIPELINE):
+            continue
+        name = "schedule" if cause.name in INTRINSIC else cause.name
+        grouped[name] = grouped.get(name, 0.0) + float(share) / scale
     return sorted(((n, s) for n, s in grouped.items() if s > 0), key=lambda pair: (-pair[1], pair[0]))
 
 
 def _reason(report: ReportLike) -> str:
-    found = reasons(report.data)
+    found, loss = reasons(report.data), headline(report.data)
+    if loss is not None and loss.what == "idle":
+        return f"; how much of it is pipeline bubbles is {unavailable(report.data, 'fraction')}."
     if not found:
         return "."
     name, share = found[0]
@@ -267,28 +315,30 @@ def slowest_worker(data: dict[str, Any]) -> tuple[int, float] | None:
 
 
 def _fraction_figure(data: dict[str, Any]) -> Figure:
-    fraction = headline_fraction(data)
-    if fraction is None:
+    loss = headline(data)
+    if loss is None:
         return Figure("Share of GPU time lost", "unavailable", unavailable(data, "fraction", "idle"), False)
     idle, window = mean_gpu(data, "idle"), mean_gpu(data, "window")
-    note = "fraction: bubble / makespan"
+    note = "fraction: bubble / makespan" if loss.what == "bubbles" else "gpu_idle_fraction: idle / window"
     if idle is not None and window is not None:
-        note += f" · {fmt.seconds(idle)} of every {fmt.seconds(window)} step"
-    return Figure("Share of GPU time lost", fmt.percent(fraction), note)
+        note += f", {fmt.seconds(idle * loss.of_idle)} of a {fmt.seconds(window)} step"
+    if loss.what == "bubbles" and loss.of_idle < 0.999 and idle is not None and window:
+        note += f". Idle for any reason: {fmt.percent(idle / window)}"
+    return Figure("Share of GPU time lost", fmt.percent(loss.share), note)
 
 
 def _hours_figure(data: dict[str, Any]) -> Figure:
-    hours, idle = value(data, "cost", "idle_gpu_hours"), mean_gpu(data, "idle")
+    hours, idle, loss = lost_hours(data), mean_gpu(data, "idle"), headline(data)
     if hours is None:
         return Figure("GPU time lost", "unavailable", unavailable(data, "GPU-hours", "cost", "gpus"), False)
     note = f"{gpu_count(data):,} GPUs, {span_words(data)}"
-    if idle is not None:
-        note += f", {fmt.seconds(idle)} each step"
+    if idle is not None and loss is not None:
+        note += f", {fmt.seconds(idle * loss.of_idle)} each step"
     return Figure("GPU time lost", fmt.gpu_hours(hours), note)
 
 
 def _money_figure(data: dict[str, Any]) -> Figure:
-    amount, price = value(data, "cost", "idle_money"), value(data, "cost", "price_per_gpu_hour")
+    amount, price = lost_money(data), value(data, "cost", "price_per_gpu_hour")
     daily = daily_gpu_hours(data)
     if amount is None or price is None:
         text = "unavailable" if daily is None else fmt.gpu_hours(daily)
@@ -302,9 +352,9 @@ def _money_figure(data: dict[str, Any]) -> Figure:
 
 
 def daily_gpu_hours(data: dict[str, Any]) -> float | None:
-    """GPU-hours lost in a day of training: 24 h × GPUs × idle share of the windows."""
-    idle, window = mean_gpu(data, "idle"), mean_gpu(data, "window")
-    return 24 * gpu_count(data) * idle / window if idle is not None and window else None
+    """GPU-hours lost in a day of training: 24 h × GPUs × the headline's share."""
+    loss = headline(data)
+    return None if loss is None else 24 * gpu_count(data) * loss.share
 
 
 def _action(row: dict[str, Any], data: dict[str, Any]) -> Action:
@@ -357,7 +407,7 @@ def _trust_clock(data: dict[str, Any]) -> Trust:
     if not value(data, "clock", "aligned"):
         return Trust("clock error", "clocks not aligned: waits across GPUs are not split", False)
     widths = [(h["high"] - h["low"]) / 2 for h in hosts if _finite(h.get("high")) and _finite(h.get("low"))]
-    if len(hosts) <= 1 and not widths:
+    if len(hosts) <= 1 and not any(widths):
         return Trust("clock error", "none, one host", True)
     if len(widths) < len(hosts):
         return Trust("clock error", "not bounded", False)

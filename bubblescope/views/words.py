@@ -94,5 +94,5 @@ TERMS: tuple[tuple[str, str], ...] = (
 
 OPERATIONS = {
     "F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "loss": "loss",
-    "optimizer": "optimizer", "other": "other compute",
+    "recompute": "recompute", "optimizer": "optimizer", "other": "other compute",
 }  # fmt: skip

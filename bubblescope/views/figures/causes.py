@@ -30,10 +30,11 @@ class Stair:
 def stairs(report: ReportLike) -> list[Stair]:
     """Work, intrinsic causes, their sum (the ideal step of this schedule), the other causes, the measured step.
 
-    Means over the GPUs seen; causes that are zero are left out. Empty where busy or a cause is unavailable.
+    Means over the GPUs seen; causes that are zero or unavailable are left out (then `unexplained` holds their
+    time, and there is no ideal step). Empty where busy is unavailable.
     """
     busy, causes = mean_gpu(report.data, "busy"), mean_causes(report.data)
-    if busy is None or any(v is None for v in causes.values()):
+    if busy is None:
         return []
     found, at = [Stair("work", "", 0.0, busy)], busy
     for group, total in ((True, "ideal step of this schedule"), (False, "measured step")):
@@ -42,7 +43,8 @@ def stairs(report: ReportLike) -> list[Stair]:
             if (cause.name in INTRINSIC) == group and abs(length) > 1e-9:
                 found.append(Stair(cause.label, cause.name, at, length))
                 at += length
-        found.append(Stair(total, "", 0.0, at))
+        if not group or all(causes[name] is not None for name in INTRINSIC):
+            found.append(Stair(total, "", 0.0, at))
     return found
 
 

@@ -10,6 +10,7 @@ from bubblescope.views.words import CAUSE
 
 WORK = {
     "F": "#b9c6d6", "B": "#8496ac", "I": "#8496ac", "W": "#61748c", "loss": "#a8a29a", "optimizer": "#a8a29a",
+    "recompute": "#cdbfa6",
     "other": "#c4c0ba",
 }  # fmt: skip
 """Useful work is drawn in quiet greys, so that what stands out is what is lost."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup
 
+from bubblescope.views.format import plain
 from bubblescope.views.html.page import page
 from bubblescope.views.json import strict
 
@@ -100,10 +101,12 @@ def _environment() -> jinja2.Environment:
         name: files("bubblescope.views.html").joinpath("templates", name).read_text(encoding="utf-8")
         for name in ("report.html.j2", "parts.html.j2")
     }
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.DictLoader(source), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    made.filters["plain"] = plain
+    return made
 
 
 def _json_for_script(data: dict[str, Any]) -> Markup:

@@ -15,6 +15,7 @@ from bubblescope.views.summary import (
     best_actions,
     first_screen,
     gpu_count,
+    headline,
     mean_causes,
     mean_gpu,
     unavailable,
@@ -114,7 +115,7 @@ def _facts(data: dict[str, Any]) -> list[str]:
 def _slices(data: dict[str, Any]) -> list[Slice]:
     """All GPU time: useful work, then the causes that take time, largest family first as in `CAUSES`."""
     busy, window, causes = mean_gpu(data, "busy"), mean_gpu(data, "window"), mean_causes(data)
-    if busy is None or not window or any(v is None for v in causes.values()):
+    if busy is None or not window:
         return []
     parts = [("work", "useful work", "", busy)]
     parts += [(c.name, c.label, c.colour, causes[c.name] or 0.0) for c in CAUSES]
@@ -141,9 +142,10 @@ def _notices(data: dict[str, Any], own: list[str]) -> list[tuple[str, str, str]]
 
 def _whatif(data: dict[str, Any]) -> dict[str, Any]:
     """What the sliders start from. Seconds are per GPU and step, as in ATTRIBUTION.md §9."""
-    causes = mean_causes(data)
+    causes, loss, idle = mean_causes(data), headline(data), mean_gpu(data, "idle")
     return {
-        "idle_s": mean_gpu(data, "idle"),
+        "lost_s": None if idle is None or loss is None else idle * loss.of_idle,
+        "what": "bubbles" if loss is not None and loss.what == "bubbles" else "idle time",
         "step_s": mean_gpu(data, "window") or value(data, "steps", "seconds_median"),
         "gpus": gpu_count(data),
         "steps": int(value(data, "cost", "total_steps") or value(data, "steps", "analysed") or 1),
@@ -151,7 +153,7 @@ def _whatif(data: dict[str, Any]) -> dict[str, Any]:
         "currency": fmt.plain(value(data, "cost", "currency") or ""),
         "actions": [
             {
-                "text": fmt.plain(a["action"]), "saved_s": a["saved_seconds"], "step_s": a.get("step_seconds"),
+                "text": fmt.plain(a["action"]), "saved_s": a["saved_seconds"],
                 "memory": fmt.plain(a.get("memory_note") or ""),
                 "assumptions": [fmt.plain(x) for x in a.get("assumptions") or ()],
             }

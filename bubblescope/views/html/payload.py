@@ -190,7 +190,8 @@ def _ops(table: pd.DataFrame, row_of: dict[int, int], origin: float, scale: _Sca
 
 
 def _gaps(table: pd.DataFrame, row_of: dict[int, int], origin: float, scale: _Scale, texts: _Texts) -> dict[str, Array]:
-    table = table[table["rank"].isin(row_of)]
+    # A gap of no length holds causes that cancel out: it counts in every sum, but there is nothing to draw.
+    table = table[table["rank"].isin(row_of) & (table["end_s"] > table["start_s"])]
     order = np.lexsort((table["start_s"].to_numpy(), _rows(table, "rank", row_of)))
     table = table.iloc[order]
     rungs = scale.parts(table[list(RUNGS)].to_numpy(dtype=float))

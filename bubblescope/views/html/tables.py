@@ -192,7 +192,7 @@ def p2p(report: ReportLike) -> Table:
     carried = {"act": "activations", "grad": "gradients"}
     rows = [
         (
-            name, carried.get(way, fmt.plain(way)), f"{sum(x['count'] for x in mine):,}",
+            name, carried.get(way, fmt.plain(way)), f"{sum(x['count'] for x in mine) / len(mine):,.0f}",
             fmt.milliseconds(_weighted(mine, "wait")), fmt.milliseconds(_weighted(mine, "transfer")),
             fmt.data_size(_weighted(mine, "bytes")), fmt.number(_weighted(mine, "gbps")),
         )
@@ -200,13 +200,19 @@ def p2p(report: ReportLike) -> Table:
     ]  # fmt: skip
     kept, note = _cut(rows, "links")
     if len(links) > MOST_LINKS:
-        note = f"{len(links):,} links between GPUs, summed by stage; each one is in the CSV files. {note}".strip()
-    head = ("Link", "Carries", "messages", "wait, ms", "transfer, ms", "size", "Gbit/s")
-    return Table("Messages between stages, longest wait first.", head, kept, 2, note)
+        note = f"{len(links):,} links between GPUs, averaged by stage; each one is in the CSV files. {note}".strip()
+    head = ("Link", "Carries", "messages a step", "wait, ms", "transfer, ms", "size", "Gbit/s")
+    return Table(
+        "Messages between stages, longest wait first. Wait and transfer: all messages of a step together.",
+        head,
+        kept,
+        2,
+        note,
+    )
 
 
 def _weighted(links: list[dict[str, Any]], column: str) -> float | None:
-    """Mean over messages; None where any link lacks it."""
+    """Mean over links, weighted by messages; None where any link lacks it."""
     pairs = [(value(link, column), link["count"]) for link in links]
     if any(v is None for v, _ in pairs) or not sum(n for _, n in pairs):
         return None
@@ -218,6 +224,10 @@ def ratios(report: ReportLike) -> Table:
     for name, formula, meaning in RATIOS:
         found = value(report.data, "bubble", name)
         text = f"{found:.4f}" if found is not None else unavailable(report.data, name)
-        rows.append((name, formula, meaning, text))
-    return Table("Four ratios that people all call “bubble”, and the idle share of the GPUs.",
-                 ("Name", "Formula", "What it is", "Measured"), tuple(rows), 3)  # fmt: skip
+        theory = value(report.data, "bubble", "theory", name)
+        rows.append((name, formula, meaning, text, fmt.MISSING if theory is None else f"{theory:.4f}"))
+    caption = "Four ratios that people all call “bubble”, and the idle share of the GPUs."
+    source = value(report.data, "bubble", "theory", "source")
+    if source:
+        caption += f" Closed form: equal stages with the measured mean times, {fmt.plain(source)}."
+    return Table(caption, ("Name", "Formula", "What it is", "measured", "closed form"), tuple(rows), 3)

@@ -366,7 +366,7 @@
   function rungWords(gap) {
     const s = state.step, producer = s.gap_producer[gap], op = t.texts[s.gap_producer_op[gap]];
     const other = producer >= 0 ? who(producer, s.gap_producer_stage[gap]) : "";
-    const end = !t.texts[s.gap_before[gap]];
+    const end = ["", "optimizer"].includes(t.texts[s.gap_before[gap]]);
     return [
       other ? `${other} was still computing ${op || "it"}` : end ? "other GPUs had not finished the step" : "what it needs was still being computed",
       other ? `${other} had it, but its host had not sent it` : "the other host had not sent it",
@@ -385,7 +385,7 @@
     for (let i = s.partFirst[gap]; i < s.partFirst[gap + 1]; i++) causes.push([s.part_cause[i], s.part_amount[i] * t.unit]);
     causes.sort((a, b) => b[1] - a[1]);
     const printedCauses = split(causes.map((c) => c[1]), total);
-    const sentence = `Stage ${stage} (GPU ${rank}) waited ${printed.total} ${before ? `for ${before}` : "at the end of the step"}: ${told.map((r) => `${r.text} ${r.words}`).join(", ")}.`;
+    const sentence = `Stage ${stage} (GPU ${rank}) waited ${printed.total} ${!before ? "at the end of the step" : /^[FBIW]\d/.test(before) ? `for ${before}` : `before ${before}`}: ${told.map((r) => `${r.text} ${r.words}`).join(", ")}.`;
     story.hidden = false;
     story.replaceChildren(
       element("h3", {}, sentence),

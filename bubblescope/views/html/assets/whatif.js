@@ -33,13 +33,13 @@
     const known = gpus !== null && steps !== null;
     const hours = (s) => (s === null || !known ? null : gpus * steps * s / 3600);
     const cash = (h) => (h === null || price === null ? null : h * price);
-    const all = hours(base.idle_s), days = known && base.step_s ? steps * base.step_s / DAY : null;
+    const all = hours(base.lost_s), days = known && base.step_s ? steps * base.step_s / DAY : null;
     field("out-hours").textContent = number(all);
     field("out-money").textContent = money(cash(all), base.currency);
     field("out-money-note").textContent = price === null ? "type a price to see it" : "in all";
     const perDay = all === null || !days ? null : all / days;
     field("out-day").textContent = price === null ? `${number(perDay)} GPU-hours` : money(cash(perDay), base.currency);
-    fill("table-actions", base.actions, (a) => [milliseconds(a.step_s), milliseconds(a.saved_s), number(hours(a.saved_s)), money(cash(hours(a.saved_s)), base.currency), number(known ? steps * a.saved_s / DAY : null)]);
+    fill("table-actions", base.actions, (a) => [milliseconds(base.step_s - a.saved_s), milliseconds(a.saved_s), number(hours(a.saved_s)), money(cash(hours(a.saved_s)), base.currency), number(known ? steps * a.saved_s / DAY : null)]);
     fill("table-costs", base.causes, (c) => [milliseconds(c.idle_s), number(hours(c.idle_s)), money(cash(hours(c.idle_s)), base.currency)]);
   }
 
