@@ -102,7 +102,7 @@ def demo(
     report = make_report([chosen.out], ReportOptions())
     deliver(report, Outputs(out=out, json=json_to))
     console = results(json_to)
-    for line in closing(chosen, losses, out):
+    for line in closing(chosen, losses):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -123,12 +123,11 @@ def remove_recording(folder: Path) -> None:
         path.unlink()
 
 
-def closing(options: demo_worker.DemoOptions, losses: list[float], out: Path) -> list[str]:
-    """What the user should know last: that the training was real, what was made slow, and where the report is."""
+def closing(options: demo_worker.DemoOptions, losses: list[float]) -> list[str]:
+    """What the user should know last: that the training was real, what was made slow, and how to go on."""
     slowed = [f"stage {s} made {f:g} times as slow" for s, f in sorted(options.imbalance.items()) if f != 1]
     return [
         f"training: loss {losses[0]:.3f} → {losses[-1]:.3f} in {len(losses)} steps; "
         + (", ".join(slowed) or "all stages alike"),
-        f"report: {out / 'report.html'}",
         f"again:  bubblescope analyze {options.out} --price-per-gpu-hour 2.50",
     ]

@@ -110,3 +110,21 @@ def test_one_job_reads_in_this_process_and_several_in_a_pool() -> None:
 def test_a_dask_scheduler_that_is_not_named_is_asked_for() -> None:
     with pytest.raises(UsageError, match="address"), command.reading_pool("dask", None, None):
         pass
+
+
+TRACES = Path(__file__).parents[3] / "shared" / "data" / "kineto"
+
+
+@pytest.mark.skipif(not TRACES.exists(), reason="the real traces of ../shared/data are not beside this checkout")
+@pytest.mark.parametrize("trace", sorted(p.name for p in TRACES.glob("*.json.gz")))
+def test_a_real_trace_gives_a_result_or_a_reason_and_never_a_traceback(trace: str, bubblescope: Runner) -> None:
+    done = bubblescope("analyze", str(TRACES / trace), "--json", "-")
+    assert "Traceback" not in done.stderr
+    if done.returncode == 0:
+        gpus = json.loads(done.stdout)["gpus"]
+        assert gpus
+        assert all(gpu["busy"] > 0 for gpu in gpus), "a rank without device activity has no share of idle time"
+    else:
+        assert done.returncode == 3
+        assert "\nhint: " in done.stderr
+        assert trace in done.stderr
