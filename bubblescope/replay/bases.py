@@ -22,7 +22,7 @@ PEARSON_IS_MICROBATCH = 0.9
 
 @dataclass(frozen=True, eq=False)
 class BaseTable:
-    """Shape (t,), one row per (rank, stage, kind), in ns: worker, stage and uniform base.
+    """Shape (t,), one row per (rank, stage, kind), sorted by these, in ns: worker, stage and uniform base.
 
     microbatch_bound: the micro-batches themselves differ in size, so bases are means and the spread is called
     microbatch imbalance; otherwise bases are medians and the spread is transient.
@@ -40,13 +40,21 @@ class BaseTable:
 
     def lookup(self, program: Program) -> Int:
         """Row of this table per node of the program, -1 for nodes that are no pipeline operation."""
-        table = {
-            key: i
-            for i, key in enumerate(zip(self.rank.tolist(), self.stage.tolist(), self.kind.tolist(), strict=True))
-        }
-        keys = zip(program.rank.tolist(), program.stage.tolist(), program.kind.tolist(), strict=True)
-        is_op = (program.node == Node.OP).tolist()
-        return np.array([table.get(k, -1) if op else -1 for k, op in zip(keys, is_op, strict=True)], dtype=np.int64)
+        height, width = int(max(self.stage.max(initial=0), program.stage.max(initial=0))) + 2, max(Kind) + 2
+
+        def key(rank: Int, stage: Int, kind: Int) -> Int:
+            code: Int = (rank * height + stage + 1) * width + kind + 1
+            return code
+
+        own = key(self.rank, self.stage, self.kind)  # ascending, as the rows are sorted
+        row = np.full(len(program.rank), -1, dtype=np.int64)
+        ops = np.flatnonzero(program.node == Node.OP)
+        if not len(own):
+            return row
+        wanted = key(program.rank[ops], program.stage[ops], program.kind[ops])
+        place = np.minimum(np.searchsorted(own, wanted), len(own) - 1)
+        row[ops] = np.where(own[place] == wanted, place, -1)
+        return row
 
 
 SCALED_KINDS = (*PIPELINE_KINDS, Kind.LOSS)

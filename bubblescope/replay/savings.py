@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import factorial
 
 import numpy as np
 
-from bubblescope.replay.bases import BaseTable
+from bubblescope.replay.bases import SCALED_KINDS, BaseTable
 from bubblescope.replay.causes import cause_of
-from bubblescope.replay.program import Program
+from bubblescope.replay.program import Edge, Program
 from bubblescope.replay.scenario import Fix, replay
+from bubblescope.replay.shapley import coalitions, credits
 
 PLAYERS = (Fix.P2P, Fix.COLLECTIVE, Fix.OPTIMIZER, Fix.SPREAD, Fix.WORKER, Fix.STAGE)
 """Host delay is removed first and the intrinsic bubble last; both stand outside the game."""
+
+OUTSIDE = frozenset({Fix.DATA, Fix.HOST})
 
 
 @dataclass(frozen=True)
@@ -32,37 +33,49 @@ class Saving:
 def savings(programs: Sequence[Program], bases: BaseTable) -> dict[str, Saving]:
     """Mean over the steps of all programs, by the user-facing name of each cause.
 
+    A player whose fix changes no number of any program (one replica: no slow worker) saves exactly nothing in
+    every order, so it is left out of the game: half the replays for each.
+
     Worked example: one stage twice as slow, no transfers: only stage imbalance saves, so its Shapley value, its
     first-in and both ends of its range are the same.
     """
     steps = sum(len(p.steps) for p in programs)
+    known: dict[frozenset[Fix], float] = {}
 
     def mean_makespan(fixes: frozenset[Fix]) -> float:
-        total = sum(float(replay(p, bases, fixes).makespan.sum()) for p in programs)
-        return total / steps * 1e-9
+        if fixes not in known:
+            total = sum(float(replay(p, bases, fixes).makespan.sum()) for p in programs)
+            known[fixes] = total / steps * 1e-9
+        return known[fixes]
 
+    idle = {fix for fix in Fix if not _changes_anything(fix, programs, bases)}
     measured = mean_makespan(frozenset())
-    out = {cause_of(fix, bases): Saving(measured - mean_makespan(frozenset({fix})), None, None, None) for fix in Fix}
-    base = frozenset({Fix.DATA, Fix.HOST})
-    value = {
-        frozenset(c): mean_makespan(base | frozenset(c))
-        for size in range(len(PLAYERS) + 1)
-        for c in combinations(PLAYERS, size)
-    }
-    for player in PLAYERS:
-        shapley, low, high = _marginals(player, value)
-        name = cause_of(player, bases)
-        out[name] = Saving(out[name].first_in, shapley, low, high)
+    first_in = {fix: 0.0 if fix in idle else measured - mean_makespan(frozenset({fix})) for fix in Fix}
+    out = {cause_of(fix, bases): Saving(first_in[fix], None, None, None) for fix in Fix}
+    players = [fix for fix in PLAYERS if fix not in idle]
+    host = OUTSIDE - idle
+    # Savings, not makespans: what a coalition gains.
+    value = {c: -mean_makespan(host | c) for c in coalitions(players)}
+    found = credits(players, value)
+    for fix in PLAYERS:
+        c = found.get(fix)
+        shares = (0.0, 0.0, 0.0) if c is None else (c.shapley, c.low, c.high)
+        out[cause_of(fix, bases)] = Saving(first_in[fix], *shares)
     return out
 
 
-def _marginals(player: Fix, value: dict[frozenset[Fix], float]) -> tuple[float, float, float]:
-    """Shapley value, least and largest marginal saving of one player."""
-    n = len(PLAYERS)
-    gains, weights = [], []
-    for coalition, seconds in value.items():
-        if player not in coalition:
-            gains.append(seconds - value[coalition | {player}])
-            size = len(coalition)
-            weights.append(factorial(size) * factorial(n - size - 1) / factorial(n))
-    return float(np.dot(gains, weights)), min(gains), max(gains)
+def _changes_anything(fix: Fix, programs: Sequence[Program], bases: BaseTable) -> bool:
+    """False only where the replay with this fix is the replay without it, whatever else is fixed."""
+    if fix is Fix.STAGE:
+        return bool((bases.by_stage != bases.uniform).any())
+    if fix is Fix.WORKER:
+        return bool((bases.worker != bases.by_stage).any())
+    if fix is Fix.COLLECTIVE:
+        return any(bool((p.edge == Edge.LEAVE).any()) for p in programs)
+    if fix is Fix.DATA:
+        return any(bool(p.data.any()) for p in programs)
+    if fix is Fix.P2P:
+        return any(len(p.messages.wait) > 0 for p in programs)
+    if fix is Fix.OPTIMIZER:
+        return any(bool(((p.kind >= 0) & ~np.isin(p.kind, SCALED_KINDS)).any()) for p in programs)
+    return True

@@ -84,8 +84,9 @@ def _worked(measured: Float, bases: BaseTable, row: Int, fixes: set[Fix]) -> Flo
     depth = len(fixes)
     if fixes == set(_WORK[:depth]):
         return np.array(levels[depth])
-    out = np.array(levels[3])
-    for fix, upper, lower in zip(_WORK, levels[:-1], levels[1:], strict=True):
+    lowest = 3 if Fix.STAGE in fixes else 2
+    out = np.array(levels[lowest])
+    for fix, upper, lower in list(zip(_WORK, levels[:-1], levels[1:], strict=True))[:lowest]:
         if fix not in fixes:
             out *= np.divide(upper, lower, out=np.ones_like(out), where=lower > 0)
     return out
