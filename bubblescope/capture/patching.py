@@ -154,7 +154,7 @@ def _owner_name(owner: Any) -> str:
 
 def _picker(
     original: Callable[..., Any], needs: Sequence[str], optional: Mapping[str, Any]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]] | None:
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Any]] | None:
     """How to read the wanted arguments from a call; None when a needed one is not in the signature."""
     try:
         parameters = inspect.signature(original).parameters
@@ -173,8 +173,13 @@ def _picker(
         positional = parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
         wanted.append((name, places[name] if positional else 1 << 30, None if missing else default))
 
-    def pick(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    count = len(wanted)
+    leading = [i for _, i, _ in wanted] == list(range(count))
+
+    def pick(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         given = len(args)
+        if leading and given >= count:
+            return args[:count]
         return [args[i] if i < given else kwargs.get(name, default) for name, i, default in wanted]
 
     return pick
@@ -184,7 +189,7 @@ def _wrapper(
     original: Callable[..., Any],
     hook: Hook,
     fail: Callable[[Hook, BaseException], None],
-    pick: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]],
+    pick: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Any]],
     before: Before,
     after: After,
     abort: Abort | None,

@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 
 from bubblescope.capture import environment, hooks
 from bubblescope.capture.patching import PatchSet, log
-from bubblescope.capture.steps import Event, Label, StepBuffer, StepRule, columns
+from bubblescope.capture.steps import Label, StepBuffer, StepRule, columns
 from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
 from bubblescope.capture.writer import SCHEMA_VERSION, RankWriter, write_job_file
 from bubblescope.errors import UsageError
@@ -51,6 +51,10 @@ class Options:
             raise UsageError(f"warmup is {self.warmup}, it must be at least 0")
 
 
+def _no_mark() -> None:
+    return None
+
+
 class Recorder:
     """One per process: owns the patches, the open step and the file. Hooks call its methods.
 
@@ -68,7 +72,10 @@ class Recorder:
         self._clock = environment.clock_anchor()
         self._lock = threading.RLock()
         self._timer: Timer | None = None
-        self._rule = StepRule(self._open_step, self._close_step)
+        # Hooks read `rule.current.sampled` (whether the open step is recorded at all) and call `mark` (now, on the
+        # device's timeline; None before the device is known). Attributes, because every hook needs them.
+        self.mark: Callable[[], Any] = _no_mark
+        self.rule = StepRule(self._open_step, self._close_step)
         self._layout: dict[str, Any] | None = None
         self._chunks: dict[int, int] = {}
         self._dropped: dict[str, int] = {}
@@ -113,7 +120,7 @@ class Recorder:
     def _finish(self, error: str) -> None:
         with self._lock:
             self._error = error
-            self._rule.finish()
+            self.rule.finish()
             if self._timer is not None:
                 for buffer in self._timer.drain(wait_s=2.0):
                     self._submit(buffer)
@@ -132,27 +139,17 @@ class Recorder:
 
     # ---- what hooks ask
 
-    @property
-    def sampled(self) -> bool:
-        """Whether the open step is being recorded (`every`), so that hooks can leave at once when not."""
-        return self._rule.current.sampled
-
-    def mark(self) -> Any:
-        """Now, on the device's timeline: ns on CPU, an event mark on CUDA, None before the device is known."""
-        timer = self._timer
-        return None if timer is None else timer.mark()
-
     def add(self, lane: Lane, start: Any, end: Any, labels: tuple[Label, ...], host_end_ns: int = -1) -> None:
         """Record one interval, a row for each label. start, end: from `mark`, or host ns for the lanes HOST and
         RANGE. host_end_ns: when the host's call ended, where `end` is not that moment. Called in every hook:
         appending to a list needs no lock."""
         if start is None or end is None:
             return
-        buffer = self._rule.current
+        buffer = self.rule.current
         if len(buffer.events) >= MAX_EVENTS:
             self.drop("events-per-step")
             return
-        buffer.events.append(Event(lane, start, end, -1, host_end_ns, buffer.offset, labels))
+        buffer.events.append((lane, start, end, -1, host_end_ns, buffer.offset, labels))
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count rows that were lost, for the next line."""
@@ -166,24 +163,22 @@ class Recorder:
 
     def use_device(self, device_type: str, device_index: int) -> None:
         """The pipeline's work runs on that device: its kind of clock is used from now on."""
-        if device_type == "cuda":
-            self._timer = cuda_timer(max(device_index, 0))
-            return
-        self._timer = HostTimer()
-        if device_type != "cpu":
+        self._timer = cuda_timer(max(device_index, 0)) if device_type == "cuda" else HostTimer()
+        self.mark = self._timer.mark
+        if device_type not in ("cpu", "cuda"):
             self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
 
     def forward_begins(self) -> None:
         """A forward is about to run: it may open a step."""
-        if self._rule.current.optimizer_seen:
+        if self.rule.current.optimizer_seen:
             with self._lock:
-                self._rule.work_begins()
-        self._rule.current.busy = True
+                self.rule.work_begins()
+        self.rule.current.busy = True
 
     def data_begins(self) -> None:
         """Data loading begins: it may open a step."""
         with self._lock:
-            self._rule.work_begins()
+            self.rule.work_begins()
 
     def schedule_begins(self, layout: dict[str, Any], training: bool) -> None:
         """A schedule call begins. layout: the layout line's fields (see CONTRACT.md "Recording"), with
@@ -197,23 +192,23 @@ class Recorder:
                 self._chunks = {stage: i for i, stage in enumerate(sorted(layout["stages"]))}
                 self._start_writer()
                 self.writer.submit(partial(_layout_line, dict(layout)))
-            self._rule.schedule_begins(layout["microbatches"], training)
+            self.rule.schedule_begins(layout["microbatches"], training)
 
     def schedule_ends(self, failed: bool = False) -> None:
         """The schedule call returned, or raised."""
         with self._lock:
             if not failed:
-                self._rule.schedule_ends()
+                self.rule.schedule_ends()
 
     def optimizer_stepped(self) -> None:
         """An optimizer step ended."""
         with self._lock:
-            self._rule.optimizer_stepped()
+            self.rule.optimizer_stepped()
 
     def step(self) -> None:
         """The user's own loop says that a step ends here (`bubblescope.step`)."""
         with self._lock:
-            self._rule.step()
+            self.rule.step()
 
     # ---- steps and lines
 
@@ -246,18 +241,20 @@ class Recorder:
 
     def _account(self) -> dict[str, Any]:
         """What happened since the last line: hook hits, losses, own time, warnings."""
-        hits = {label: hook.hits for label, hook in self.patches.hooks.items()}
-        since = {label: n - self._hits.get(label, 0) for label, n in hits.items()}
-        own = sum(hook.own_ns for hook in self.patches.hooks.values())
-        made = {
-            "hits": {label: n for label, n in since.items() if n},
-            "own_ns": own - self._own_ns,
+        hits, own = {}, 0
+        for label, hook in self.patches.hooks.items():
+            own += hook.own_ns
+            if hook.hits != self._hits.get(label, 0):
+                hits[label] = hook.hits - self._hits.get(label, 0)
+                self._hits[label] = hook.hits
+        spent, self._own_ns = own - self._own_ns, own
+        return {
+            "hits": hits,
+            "own_ns": spent,
             "clock": (perf_counter_ns(), time.time_ns()),
-            "timing": "events" if self._timer is not None and self._timer.device_type == "cuda" else "host",
+            "timing": "host" if self._timer is None or self._timer.device_type != "cuda" else "events",
             **self._losses(),
         }
-        self._hits, self._own_ns = hits, own
-        return made
 
     def _losses(self) -> dict[str, Any]:
         dropped, self._dropped = self._dropped, {}
@@ -446,7 +443,7 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
     lane = _LANE_OF.get(meant, Lane.COMPUTE)
     start = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
     yield
-    if recorder.running and recorder.sampled:
+    if recorder.running and recorder.rule.current.sampled:
         end = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
         recorder.add(lane, start, end, (Label(meant, stage, microbatch),))
 

@@ -28,20 +28,13 @@ class Label(NamedTuple):
     seq: int = -1
 
 
-class Event(NamedTuple):
-    """One interval; becomes a row for each label (messages of one call share it).
+Event = tuple[Lane, Any, Any, int, int, int, tuple[Label, ...]]
+"""(lane, start, end, host_start_ns, host_end_ns, offset, labels): one interval; a row for each label, as the
+messages of one call share it. A bare tuple: hooks make one in every call.
 
-    start, end: integer ns, or the device marks that will become them. host_start_ns, host_end_ns: the host's own
-    times, -1 on CPU ranks (there they equal start and end). offset: of its schedule call's micro-batches in the step.
-    """
-
-    lane: Lane
-    start: Any
-    end: Any
-    host_start_ns: int
-    host_end_ns: int
-    offset: int
-    labels: tuple[Label, ...]
+start, end: integer ns, or the device marks that will become them. host_start_ns, host_end_ns: the host's own times,
+-1 on CPU ranks (there they equal start and end). offset: of its schedule call's micro-batches in the step.
+"""
 
 
 @dataclass
@@ -68,11 +61,10 @@ class StepBuffer:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def kind_text(kind: Kind) -> str:
-    """F, B, I, W as schedules write them; other kinds by name."""
-    return SHORT.get(kind, kind.name)
+_KIND_TEXT = [SHORT.get(kind, kind.name) for kind in sorted(Kind)]
+"""By value: F, B, I, W as schedules write them; other kinds by name. A list, because hashing an enum is slow."""
 
-
+_LANE_TEXT = [lane.name.lower() for lane in sorted(Lane)]
 _HOST_LANES = (Lane.HOST, Lane.RANGE)
 
 
@@ -80,31 +72,33 @@ def columns(buffer: StepBuffer) -> dict[str, Any]:
     """The events as columns, a row for each label; `name` and `group` are indices into the line's `texts`.
 
     >>> buffer = StepBuffer(4, chunks={2: 1})
-    >>> buffer.events.append(Event(Lane.COMPUTE, 10, 20, -1, -1, 8, (Label(Kind.FORWARD, 2, 5),)))
+    >>> buffer.events.append((Lane.COMPUTE, 10, 20, -1, -1, 8, (Label(Kind.FORWARD, 2, 5),)))
     >>> made = columns(buffer)
     >>> made["columns"]["kind"], made["columns"]["chunk"], made["columns"]["microbatch"], made["texts"]
     (['F'], [1], [13], [''])
     """
     texts: dict[str, int] = {"": 0}
-    rows = [(event, label) for event in buffer.events for label in event.labels]
-    made: dict[str, list[Any]] = {
-        "kind": [kind_text(label.kind) for _, label in rows],
-        "lane": [event.lane.name.lower() for event, _ in rows],
-        "stage": [label.stage for _, label in rows],
-        "chunk": [buffer.chunks.get(label.stage, -1) for _, label in rows],
-        "microbatch": [e.offset + label.microbatch if label.microbatch >= 0 else -1 for e, label in rows],
-        "start_ns": [event.start for event, _ in rows],
-        "end_ns": [event.end for event, _ in rows],
-        "peer": [label.peer for _, label in rows],
-        "bytes": [label.bytes for _, label in rows],
-        "group": [texts.setdefault(label.group, len(texts)) for _, label in rows],
-        "seq": [label.seq for _, label in rows],
-        "device": [-1 if event.lane in _HOST_LANES else buffer.device for event, _ in rows],
-        "name": [texts.setdefault(label.name, len(texts)) for _, label in rows],
+    rows = [(*event[:-1], label) for event in buffer.events for label in event[-1]]
+    lane, start, end, host_start, host_end, offset, labels = zip(*rows, strict=True) if rows else ((),) * 7
+    kind, stage, microbatch, name, peer, size, group, seq = zip(*labels, strict=True) if rows else ((),) * 8
+    chunk, device = buffer.chunks.get, buffer.device
+    made: dict[str, Any] = {
+        "kind": [_KIND_TEXT[k] for k in kind],
+        "lane": [_LANE_TEXT[x] for x in lane],
+        "stage": stage,
+        "chunk": [chunk(s, -1) for s in stage],
+        "microbatch": [o + m if m >= 0 else -1 for o, m in zip(offset, microbatch, strict=True)],
+        "start_ns": start,
+        "end_ns": end,
+        "peer": peer,
+        "bytes": size,
+        "group": [texts.setdefault(text, len(texts)) for text in group],
+        "seq": seq,
+        "device": [-1 if x in _HOST_LANES else device for x in lane],
+        "name": [texts.setdefault(text, len(texts)) for text in name],
     }
-    if any(event.host_start_ns >= 0 for event in buffer.events):
-        made["host_start_ns"] = [event.host_start_ns for event, _ in rows]
-        made["host_end_ns"] = [event.host_end_ns for event, _ in rows]
+    if any(ns >= 0 for ns in host_start):
+        made["host_start_ns"], made["host_end_ns"] = host_start, host_end
     return {"columns": made, "texts": list(texts)}
 
 
@@ -191,7 +185,7 @@ class StepRule:
         for i, (_, offset) in enumerate(whole.cuts):
             part = self._make(whole.index + i)
             part.events = [
-                event._replace(offset=event.offset - offset) for event in whole.events[starts[i] : starts[i + 1]]
+                (*event[:5], event[5] - offset, event[6]) for event in whole.events[starts[i] : starts[i + 1]]
             ]
             part.extra = whole.extra
             self._close(part)

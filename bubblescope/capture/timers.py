@@ -187,19 +187,23 @@ class CudaTimer:
         return mark.since_origin_ns
 
     def _plain(self, event: Event) -> Event:
-        if not isinstance(event.start, Mark):
+        lane, start, end, _, host_end_ns, offset, labels = event
+        if not isinstance(start, Mark):
             return event
-        return event._replace(
-            start=self._origin_ns + self._since_origin(event.start),
-            end=self._origin_ns + self._since_origin(event.end),
-            host_start_ns=event.start.host_ns,
-            host_end_ns=event.host_end_ns if event.host_end_ns >= 0 else event.end.host_ns,
+        return (
+            lane,
+            self._origin_ns + self._since_origin(start),
+            self._origin_ns + self._since_origin(end),
+            start.host_ns,
+            host_end_ns if host_end_ns >= 0 else end.host_ns,
+            offset,
+            labels,
         )
 
 
 def _marks(events: list[Event]) -> list[Mark]:
     """Each mark once, in the order it was recorded."""
-    found = {id(m): m for event in events for m in (event.start, event.end) if isinstance(m, Mark)}
+    found = {id(m): m for event in events for m in event[1:3] if isinstance(m, Mark)}
     return sorted(found.values(), key=lambda mark: mark.host_ns)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bubblescope.capture.steps import UNDECIDED_CALLS, Event, Label, StepBuffer, StepRule
+from bubblescope.capture.steps import UNDECIDED_CALLS, Label, StepBuffer, StepRule
 from bubblescope.model import Kind, Lane
 
 
@@ -16,7 +16,7 @@ class Loop:
     def put(self, kind: Kind, microbatch: int = -1) -> None:
         here = self.rule.current
         lane = Lane.HOST if kind is Kind.DATA else Lane.COMPUTE
-        here.events.append(Event(lane, 0, 1, -1, -1, here.offset, (Label(kind, 0, microbatch),)))
+        here.events.append((lane, 0, 1, -1, -1, here.offset, (Label(kind, 0, microbatch),)))
 
     def data(self) -> None:
         self.rule.work_begins()
@@ -36,9 +36,9 @@ class Loop:
         """(step, kinds, microbatches of the forwards) of each closed step."""
         made = []
         for buffer in self.closed:
-            labels = [(e, label) for e in buffer.events for label in e.labels]
+            labels = [(e, label) for e in buffer.events for label in e[6]]
             kinds = "".join(label.kind.name[0] for _, label in labels)
-            made.append((buffer.index, kinds, [e.offset + x.microbatch for e, x in labels if x.microbatch >= 0]))
+            made.append((buffer.index, kinds, [e[5] + x.microbatch for e, x in labels if x.microbatch >= 0]))
         return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bubblescope.capture.steps import Event, Label, StepBuffer
+from bubblescope.capture.steps import Label, StepBuffer
 from bubblescope.capture.timers import ANCHOR_EVERY_NS, CudaTimer
 from bubblescope.model import Kind, Lane
 
@@ -57,12 +57,12 @@ def run_step(device: Device, timer: CudaTimer, index: int, operations: int = 4, 
         end = timer.mark()
         if start is not None and end is not None:
             label = Label(Kind.FORWARD, 0, microbatch)
-            buffer.events.append(Event(Lane.COMPUTE, start, end, -1, -1, 0, (label,)))
+            buffer.events.append((Lane.COMPUTE, start, end, -1, -1, 0, (label,)))
     return buffer
 
 
 def durations(buffer: StepBuffer) -> list[int]:
-    return [event.end - event.start for event in buffer.events]
+    return [event[2] - event[1] for event in buffer.events]
 
 
 def test_steps_are_resolved_late_and_only_when_the_device_has_passed_them() -> None:
@@ -85,8 +85,8 @@ def test_the_host_times_stand_beside_the_device_times() -> None:
     device.now += 100_000
     (ready,) = timer.drain(wait_s=0)
     event = ready.events[0]
-    assert (event.host_start_ns, event.host_end_ns) == (1_000_000, 1_001_000)
-    assert event.start == 1_000_000 and ready.extra["seen_ns"] == device.now
+    assert event[3:5] == (1_000_000, 1_001_000)
+    assert event[1] == 1_000_000 and ready.extra["seen_ns"] == device.now
 
 
 def test_events_are_used_again() -> None:
@@ -132,7 +132,7 @@ def test_far_times_stay_exact_by_a_chain_of_anchors() -> None:
     device.now += ANCHOR_EVERY_NS
     ready += timer.drain(wait_s=0)
     assert [buffer.index for buffer in ready] == list(range(100))
-    errors = [abs(buffer.events[0].start - start) for buffer, start in zip(ready, starts, strict=True)]
+    errors = [abs(buffer.events[0][1] - start) for buffer, start in zip(ready, starts, strict=True)]
     assert begin == 1_000_000 and max(errors) < 10_000
     assert all(abs(duration - 1_000_000_123) < 500 for buffer in ready for duration in durations(buffer))
 

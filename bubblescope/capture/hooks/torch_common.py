@@ -66,7 +66,7 @@ def _hook_optimizers(recorder: Recorder) -> None:
             stack = depth.__dict__.setdefault("stack", [])
             # An optimizer that raised left its entry behind; the same one stepping again replaces it.
             stack[:] = [entry for entry in stack if entry[0] != id(optimizer)]
-            stack.append((id(optimizer), recorder.mark() if not stack and recorder.sampled else None))
+            stack.append((id(optimizer), recorder.mark() if not stack and recorder.rule.current.sampled else None))
         except Exception as error:  # ours; must not reach the job
             recorder.patches.fail(hook, error)
 
@@ -113,7 +113,7 @@ def _hook_data_loading(recorder: Recorder) -> None:
 
     def after(start: int, batch: Any) -> None:
         inside.loading = False
-        if recorder.sampled:
+        if recorder.rule.current.sampled:
             recorder.add(Lane.HOST, start, perf_counter_ns(), loading)
 
     recorder.patches.around(
@@ -190,7 +190,7 @@ class _Collectives:
             return None
         text = self.group_text(group)
         number = self._count[text] = self._count.get(text, -1) + 1
-        if not self._recorder.sampled:
+        if not self._recorder.rule.current.sampled:
             return None
         size = next((_size(p) for p in payload if p is not None), -1)
         lane = Lane.POST if is_async else Lane.WAIT

@@ -59,10 +59,20 @@ def install(recorder: Recorder) -> None:
 # ---- compute
 
 
+_KINDS = {
+    "F": Kind.FORWARD,
+    "B": Kind.BACKWARD,
+    "I": Kind.BACKWARD_INPUT,
+    "W": Kind.BACKWARD_WEIGHT,
+    "loss": Kind.LOSS,
+    "reduce": Kind.OTHER,
+}
+
+
 class _Running(NamedTuple):
     """One operation that is running: its key in the guard, what it is, and when it began."""
 
-    key: tuple[Kind, int, int]
+    key: tuple[str, int, int]
     labels: tuple[Label, ...]
     start: Any
 
@@ -72,16 +82,17 @@ class _Guard:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._running: set[tuple[Kind, int, int]] = set()
-        self._labels: dict[tuple[Kind, int, int], tuple[Label, ...]] = {}
+        # Keys begin with a text, not a Kind: hashing an enum runs Python code, each time.
+        self._running: set[tuple[str, int, int]] = set()
+        self._labels: dict[tuple[str, int, int], tuple[Label, ...]] = {}
 
-    def enter(self, kind: Kind, stage: int, microbatch: int, name: str = "") -> _Running | None:
-        key = (kind, stage, microbatch)
+    def enter(self, what: str, stage: int, microbatch: int, name: str = "") -> _Running | None:
+        key = (what, stage, microbatch)
         if key in self._running:
             return None
         labels = self._labels.get(key)
         if labels is None:
-            labels = self._labels[key] = (Label(kind, stage, microbatch, name),)
+            labels = self._labels[key] = (Label(_KINDS[what], stage, microbatch, name),)
         self._running.add(key)
         return _Running(key, labels, self._recorder.mark())
 
@@ -100,30 +111,33 @@ def _hook_compute(recorder: Recorder, base: Any, schedule: Any) -> None:
     def forward(stage: Any, microbatch: int) -> _Running | None:
         if not recorder.device_known:
             recorder.use_device(*_device(stage))
-        recorder.forward_begins()
-        return guard.enter(Kind.FORWARD, stage.stage_index, microbatch) if recorder.sampled else None
+        current = recorder.rule.current
+        if current.optimizer_seen or not current.busy:
+            recorder.forward_begins()
+            current = recorder.rule.current
+        return guard.enter("F", stage.stage_index, microbatch) if current.sampled else None
 
     def backward(stage: Any, microbatch: int, full: bool) -> _Running | None:
-        if not recorder.sampled or not stage.has_backward:
+        if not recorder.rule.current.sampled or not stage.has_backward:
             return None
-        return guard.enter(Kind.BACKWARD if full else Kind.BACKWARD_INPUT, stage.stage_index, microbatch)
+        return guard.enter("B" if full else "I", stage.stage_index, microbatch)
 
     def weight(stage: Any, microbatch: int) -> _Running | None:
-        if not recorder.sampled or not stage.has_backward:
+        if not recorder.rule.current.sampled or not stage.has_backward:
             return None
         # On the first stage torch does nothing for I and the whole backward for W, unless dW is the user's own.
         whole = stage.is_first and getattr(stage, "dw_builder", None) is None
-        return guard.enter(Kind.BACKWARD_WEIGHT, stage.stage_index, microbatch, "full backward" if whole else "")
+        return guard.enter("W", stage.stage_index, microbatch, "full backward" if whole else "")
 
     def reduce(stage: Any) -> _Running | None:
-        if not recorder.sampled or not stage.has_backward:
+        if not recorder.rule.current.sampled or not stage.has_backward:
             return None
-        return guard.enter(Kind.OTHER, stage.stage_index, -1, "reduce_grad")
+        return guard.enter("reduce", stage.stage_index, -1, "reduce_grad")
 
     def loss(owner: Any, stage: Any, microbatch: int) -> _Running | None:
-        if not recorder.sampled or not stage.is_last or owner._loss_fn is None:
+        if not recorder.rule.current.sampled or not stage.is_last or owner._loss_fn is None:
             return None
-        return guard.enter(Kind.LOSS, stage.stage_index, microbatch)
+        return guard.enter("loss", stage.stage_index, microbatch)
 
     around = functools.partial(recorder.patches.around, after=guard.leave, abort=guard.abort)
     around(base, "forward_one_chunk", "forward", needs=("self", "fwd_chunk_id"), before=forward)
@@ -164,11 +178,12 @@ class _Messages:
     def note(self, kind: Kind, direction: str, call: tuple[Any, int], ops: Any) -> None:
         """The stage built `ops` for one micro-batch: write on each what it carries."""
         stage, microbatch = call
+        end = "send" if kind is Kind.SEND else "recv"
         seen: dict[int, int] = {}
         for op in ops:
             peer = op.peer
             index = seen[peer] = seen.get(peer, -1) + 1
-            key = (kind, direction, stage.stage_index, microbatch, peer, op.tensor.nbytes, index, id(stage))
+            key = (end, direction, stage.stage_index, microbatch, peer, op.tensor.nbytes, index, id(stage))
             label = self._labels.get(key)
             if label is None:
                 label = self._labels[key] = self._label(kind, direction, stage, microbatch, op, index)
@@ -201,7 +216,7 @@ class _Messages:
         return known[1], known[2]
 
     def post_begins(self, ops: Any) -> tuple[Any, tuple[Label, ...]] | None:
-        if not ops or not self.recorder.sampled or getattr(self._inside, "busy", False):
+        if not ops or not self.recorder.rule.current.sampled or getattr(self._inside, "busy", False):
             return None
         carried = tuple([op._bubblescope for op in ops if hasattr(op, "_bubblescope")])
         if not carried:
@@ -235,7 +250,7 @@ class _Messages:
     def wait_begins(self, works: Any) -> tuple[Any, tuple[Label, ...]] | None:
         found = [self._in_flight.pop(id(work), None) for work in works or ()]
         carried = tuple([label for entry in found if entry is not None for label in entry[1]])
-        if not carried or not self.recorder.sampled:
+        if not carried or not self.recorder.rule.current.sampled:
             return None
         return self.recorder.mark(), carried
 
@@ -284,7 +299,7 @@ def _hook_messages(recorder: Recorder, messages: _Messages, base: Any, schedules
             name,
             name,
             needs=("self", chunk),
-            before=lambda stage, microbatch: (stage, microbatch) if recorder.sampled else None,
+            before=lambda stage, microbatch: (stage, microbatch) if recorder.rule.current.sampled else None,
             after=functools.partial(messages.note, kind, direction),
         )
     recorder.patches.around(
@@ -363,7 +378,7 @@ def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None
     def after(token: tuple[Any, int], result: Any) -> None:
         inside.busy = False
         schedule, start = token
-        if recorder.sampled:
+        if recorder.rule.current.sampled:
             name = "step" if getattr(schedule, "_has_backward", True) else "eval"
             recorder.add(Lane.RANGE, start, perf_counter_ns(), ranges[name])
         messages.forget()
