@@ -38,6 +38,7 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("recording", "bubblescope.ingest.recording"),
+        Format("straggler", "bubblescope.ingest.straggler"),
         Format("kineto", "bubblescope.ingest.kineto", files=True),
     )
 }

@@ -26,7 +26,7 @@ from bubblescope.model import Kind, Notice, Run, Spans
 from bubblescope.replay.bases import BaseTable, find_bases
 from bubblescope.replay.causes import CAUSES, Decomposition, decompose, gap_bounds
 from bubblescope.replay.ladder import RUNGS, carve
-from bubblescope.replay.program import Node, Program, build_programs
+from bubblescope.replay.program import Edge, Node, Program, build_programs
 from bubblescope.replay.scenario import Replayed
 
 Int = NDArray[np.int64]
@@ -105,7 +105,7 @@ def attribute(run: Run) -> Attribution:
         replayed[program.window[program.node == Node.BEGIN].reshape(-1)] = True
     parts.append(_local_gaps(run, windows, operations, sets, ~replayed))
     parts.append(_inside_gaps(windows, operations, sets))
-    notices = list(windows.notices)
+    notices = [*windows.notices, *_barrier_notices(programs)]
     if refused:
         notices.append(Notice("replay-refused", f"the causes of waiting cannot be told apart: {refused}"))
     return Attribution(
@@ -146,6 +146,19 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
         count = sum(_unmatched(p) * len(p.steps) for p in missing)
         return [], f"{count} operations need an input from another rank and no message was matched to them"
     return [p for p in programs if _unmatched(p) == 0], ""
+
+
+def _barrier_notices(programs: list[Program]) -> list[Notice]:
+    """Barriers that nobody recorded, as inferred by `replay.edges.barrier_edges`."""
+    count = steps = 0
+    for p in programs:
+        unseen = (p.edge == Edge.CHAIN) & (p.node[p.src] == Node.GROUP)
+        count += len(np.unique(p.src[unseen])) * len(p.steps)
+        steps += len(p.steps)
+    if not count:
+        return []
+    text = f"{count / steps:.1f} barriers per step were inferred: GPUs launched a collective together, just after the "
+    return [Notice("barrier-inferred", text + "last of them was ready; their wait is booked on what that one was doing")]
 
 
 def _whole_steps(run: Run, windows: Windows) -> Int:

@@ -74,7 +74,8 @@ def _candidates(program: Program, frame: GapFrame) -> _Candidates:
     m = program.messages
     gap_of = _gap_of_node(program, frame)
     previous = _previous_operation(program)
-    sends = np.flatnonzero(m.send_wait >= 0)
+    # A send kernel beside the chain holds up no operation by itself.
+    sends = np.flatnonzero((m.send_wait >= 0) & (program.node[m.send_wait] == Node.WAIT))
     far_op = np.where(m.producer >= 0, m.producer, previous[m.send])
     parts = [
         (gap_of[m.wait], m.send, m.recv, m.wait, far_op, np.zeros(len(m.wait), np.bool_)),

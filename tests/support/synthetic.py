@@ -239,3 +239,47 @@ class _Writer:
         )
         clock = Clock(hosts=(HostClock("node0", 0, 0.0, 0, 0),), aligned=True, how="one host")
         return Run(self.spans.build(), self.names, layout, links, clock, source=Source("synthetic", timing="host"))
+
+
+def tile(run: Run, replicas: int, steps: int) -> Run:
+    """A one-replica, one-step run, repeated: for measuring how cost grows. Every copy has the same times."""
+    s = run.spans
+    n, world = len(s), len(run.layout.ranks)
+    length = int(s.end_ns.max() - s.start_ns.min())
+    copies = replicas * steps
+    replica = np.repeat(np.tile(np.arange(replicas), steps), n)
+    step = np.repeat(np.repeat(np.arange(steps), replicas), n)
+    columns = {name: np.tile(getattr(s, name), copies) for name in s.__dataclass_fields__}
+    columns["rank"] = columns["rank"] + replica * world
+    columns["peer"] = np.where(columns["peer"] >= 0, columns["peer"] + replica * world, -1)
+    columns["step"] = step
+    for name in ("start_ns", "end_ns"):
+        columns[name] = columns[name] + step * length
+    spans = type(s).from_columns(n * copies, **columns)
+    offset = np.repeat(np.arange(copies) * n, len(run.links.p2p))[:, None]
+    links = Links(
+        p2p=np.tile(run.links.p2p, (copies, 1)) + offset,
+        p2p_wait=np.where(
+            (wait := np.tile(run.links.p2p_wait, (copies, 1))) >= 0,
+            wait + np.repeat(np.arange(copies) * n, len(run.links.p2p_wait))[:, None],
+            -1,
+        ),
+    )
+    ranks = np.arange(world * replicas)
+    old = run.layout
+    layout = Layout(
+        ranks=ranks,
+        pp=np.tile(old.pp, replicas),
+        replica=np.repeat(np.arange(replicas), world),
+        tp=np.zeros(len(ranks), dtype=np.int64),
+        host=np.tile(old.host, replicas),
+        world_size=len(ranks),
+        stages=old.stages,
+        chunks=old.chunks,
+        microbatches=old.microbatches,
+        data_parallel=replicas,
+        schedule=old.schedule,
+        device_type=old.device_type,
+        stage_rank={(r, stage): rank + r * world for (_, stage), rank in old.stage_rank.items() for r in range(replicas)},
+    )
+    return Run(spans, run.names, layout, links, run.clock, source=run.source)
