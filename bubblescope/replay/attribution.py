@@ -131,6 +131,8 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
     """The programs, or why there are none."""
     if not is_pipeline(operations.kind).any():
         return [], "no forward and backward operations of micro-batches were found"
+    if (run.layout.stages or 1) < 2 and not len(run.links.p2p):
+        return [], "no pipeline was found: no stages, and no messages between ranks"
     if not run.clock.aligned:
         return [], "the clocks of the ranks are not aligned"
     whole = _whole_steps(run, windows)
@@ -157,8 +159,8 @@ def _barrier_notices(programs: list[Program]) -> list[Notice]:
         steps += len(p.steps)
     if not count:
         return []
-    text = f"{count / steps:.1f} barriers per step were inferred: GPUs launched a collective together, just after the "
-    return [Notice("barrier-inferred", text + "last of them was ready; their wait is booked on what that one was doing")]
+    text = f"{count / steps:.1f} barriers per step were inferred: GPUs launched a collective together, just after "
+    return [Notice("barrier-inferred", text + "the last was ready; their wait is booked on what that one was doing")]
 
 
 def _whole_steps(run: Run, windows: Windows) -> Int:
