@@ -316,17 +316,17 @@ def wait_transfer(run: Run) -> Messages:
     arrived = np.where(links.p2p_wait[:, 1] >= 0, spans.end_ns[links.p2p_wait[:, 1]], spans.end_ns[receive])
     arrived = np.maximum(arrived, posted)
     one = _stamped_together(run, send, receive)
-    slack = np.where(one, 0, run.clock.half_width_ns if run.clock.half_width_ns is not None else 0)
+    later, earlier = _slack(run, sent, arrived, one)
     own, other = arrived - posted, np.maximum(send_end - sent, 0)
     # Two kernels of a rendezvous end together; a sender that was done earlier handed its data to a buffer.
-    eager = send_end + slack < posted
+    eager = send_end + later < posted
     ready = np.clip(np.maximum(sent, posted), posted, arrived)
     first = arrived - ready
     if run.source.timing == "host":
         first = np.minimum(first, _idle_between(run, receive, ready, arrived))
     second = np.where(eager, own, np.minimum(own, other))
-    low = arrived - np.clip(np.maximum(sent + slack, posted), posted, arrived)
-    high = arrived - np.clip(np.maximum(sent - slack, posted), posted, arrived)
+    low = arrived - np.clip(np.maximum(sent + later, posted), posted, arrived)
+    high = arrived - np.clip(np.maximum(sent - earlier, posted), posted, arrived)
     usable = one | run.clock.aligned
     transfer = np.where(usable, first, second)
     return Messages(
@@ -342,6 +342,27 @@ def wait_transfer(run: Run) -> Messages:
         eager=eager,
         one_clock=one,
     )
+
+
+def _slack(run: Run, sent: Int, arrived: Int, one_clock: Mask) -> tuple[Int, Int]:
+    """How much later and how much earlier each send may truly have been, against the receiver's clock.
+
+    The messages between two hosts bound the error of their alignment: none arrives before it was sent.
+    """
+    layout, spans, p2p = run.layout, run.spans, run.links.p2p
+    later, earlier = np.zeros(len(sent), dtype=np.int64), np.zeros(len(sent), dtype=np.int64)
+    if one_clock.all():
+        return later, earlier
+    host = layout.host[np.searchsorted(layout.ranks, spans.rank[p2p])]
+    shortest: dict[tuple[int, int], int] = {}
+    for (a, b), length in zip(host.tolist(), (arrived - sent).tolist(), strict=True):
+        shortest[(a, b)] = min(shortest.get((a, b), length), length)
+    widest = 2 * (run.clock.half_width_ns or 0)
+    for i, (a, b) in enumerate(host.tolist()):
+        if a != b:
+            later[i] = max(0, shortest[(a, b)])
+            earlier[i] = max(0, shortest.get((b, a), widest))
+    return later, earlier
 
 
 def _idle_between(run: Run, receive: Int, low: Int, high: Int) -> Int:

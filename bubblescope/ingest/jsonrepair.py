@@ -64,7 +64,8 @@ def _clean_bare(text: bytes, counts: Counter[str]) -> bytes:
 def _clean_string(text: bytes, counts: Counter[str]) -> bytes:
     if b"\\" in text:
         text, n = _escape_backslashes(text)
-        counts["bad escape"] += n
+        if n:
+            counts["bad escape"] += n
     changed, n = _CONTROL.subn(lambda m: b"\\u%04x" % m[0][0], text)
     if n:
         counts["control character"] += n

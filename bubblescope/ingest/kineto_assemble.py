@@ -22,6 +22,7 @@ from bubblescope.model import Kind, Lane, Names, Notice, Spans
 Mask = NDArray[np.bool_]
 AUTOGRAD = "autograd::engine::evaluate_function"
 _DEVICE = (Cat.KERNEL, Cat.MEMCPY, Cat.MEMSET)
+_LOST = 0.02
 _ACCELERATOR_PROCESSES = ("ascend hardware",)
 _COLLECTIVES = ("all_to_all", "alltoall", "all_reduce", "allreduce", "gather", "scatter", "broadcast", "barrier")
 
@@ -129,7 +130,7 @@ def _narrow(values: Int) -> Int:
 def _pieces(table: _Table) -> tuple[list[Spans], str, list[Notice]]:
     device = table.device_rows()
     if device.any():
-        return [*_device_spans(table, device), *_host_spans(table, device)], "kernels", []
+        return [*_device_spans(table, device), *_host_spans(table, device)], "kernels", _lost_kernels(table, device)
     if _is_cpu_rank(table):
         notice = Notice(
             "cpu-rank",
@@ -143,6 +144,20 @@ def _pieces(table: _Table) -> tuple[list[Spans], str, list[Notice]]:
         table.scan.path,
     )
     return [_ranges(table)], "", [notice]
+
+
+def _lost_kernels(table: _Table, device: Mask) -> list[Notice]:
+    """A Notice when many launches have no kernel: CUPTI dropped them, and what looks idle may not be."""
+    e = table.events
+    launches = e.corr[table.cat(Cat.RUNTIME) & table.contains("LaunchKernel") & (e.corr >= 0)]
+    lost = int(np.sum(~np.isin(launches, e.corr[device])))
+    if lost <= _LOST * len(launches):
+        return []
+    message = (
+        f"{lost} of {len(launches)} kernel launches have no kernel in the trace; the profiler lost them, and part of "
+        "the idle time of this rank may be work"
+    )
+    return [Notice("kernels-missing", message, table.scan.path)]
 
 
 # --- device side ---------------------------------------------------------------------------------------------
@@ -446,7 +461,8 @@ def _steps(table: _Table, spans: Spans, launch: Int) -> Steps | None:
     names = table.names
     adam = np.array([bool(step_finder.OPTIMIZER_KERNEL.search(t)) for t in names.texts])[spans.name[busy]]
     ends = step_finder.optimizer_kernel_ends(adam, spans.end_ns[busy])
-    first, last = int(spans.start_ns[busy[0]]), int(spans.end_ns[busy].max())
+    on_device = spans.device >= 0
+    first, last = int(spans.start_ns[on_device].min()), int(spans.end_ns[on_device].max())
     return (
         step_finder.from_boundaries(ends, first, "optimizer kernels", on_host=False)
         or step_finder.from_period(spans.name[busy].astype(np.int64), spans.start_ns[busy], spans.end_ns[busy])
@@ -471,6 +487,12 @@ def _stepped(spans: Spans, steps: Steps | None, launch: Int, *, all_host: bool) 
     if steps.on_host and len(launch):
         at[launch[:, 1]] = spans.start_ns[launch[:, 0]]
         host[launch[:, 1]] = True
+    if not steps.on_host:
+        # A receive is resident since its rank was free; it belongs to the step that needs it. A send begins
+        # when its producer ends, which may be where the step does.
+        at[(spans.lane == Lane.COMM) & (spans.kind == Kind.SEND)] -= 1
+        waiting = (spans.lane == Lane.COMM) & (spans.kind == Kind.RECV)
+        at[waiting] = spans.end_ns[waiting]
     return spans.with_columns(step=steps.of(at, host))
 
 

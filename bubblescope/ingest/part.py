@@ -155,26 +155,38 @@ def _missing(layout: Layout) -> list[Notice]:
 
 
 def _agree_on_steps(spans: Spans, parts: list[Part]) -> tuple[Spans, list[Notice]]:
-    """Steps found from a period must be equally many on every rank; else all is one step, and it is said."""
+    """Steps found from a period must be equally many on every rank.
+
+    A rank may repeat within the step (the last stage of 1F1B: forward, backward, forward, …); where all counts
+    are multiples of the smallest, that many make a step. Else everything is one step, and it is said.
+    """
     counts = {p.rank: int(spans.step[spans.rank == p.rank].max(initial=-1)) + 1 for p in parts if p.timing}
     if not any(p.steps_how == "period" for p in parts) or len(set(counts.values())) <= 1:
         return spans, []
-    rows = spans.where(kind=Kind.STEP, lane=Lane.RANGE)
-    step = np.where(spans.step >= 0, 0, spans.step)
-    first = rows & (spans.step == 0)
-    end = spans.end_ns.copy()
-    for rank in counts:
+    fewest = min(counts.values())
+    notices = []
+    if fewest < 1 or any(n % fewest for n in counts.values()):
+        message = (
+            "there is no ProfilerStep and no optimizer in the traces, and the ranks repeat differently "
+            f"({sorted(set(counts.values()))} times); everything is taken as one step"
+        )
+        fewest, notices = 1, [Notice("steps-not-found", message)]
+    return _regrouped(spans, {rank: max(1, -(-n // fewest)) for rank, n in counts.items()}), notices
+
+
+def _regrouped(spans: Spans, width: dict[int, int]) -> Spans:
+    """`width[rank]` old steps make a new one. Rows keep their places, so that links keep their meaning: the
+    first step mark of a group grows to its end, the others become plain ranges."""
+    step, end, kind = spans.step.copy(), spans.end_ns.copy(), spans.kind.copy()
+    marks = spans.where(kind=Kind.STEP, lane=Lane.RANGE)
+    for rank, many in width.items():
         mine = spans.rank == rank
-        end[first & mine] = spans.end_ns[rows & mine].max(initial=0)
-    drop = rows & (spans.step > 0)
-    notice = Notice(
-        "steps-not-found",
-        "there is no ProfilerStep and no optimizer in the traces, and the ranks repeat differently "
-        f"({sorted(set(counts.values()))} times); everything is taken as one step",
-    )
-    # Rows stay where they are so that links keep their meaning; surplus step marks become plain ranges.
-    kind = np.where(drop, Kind.OTHER, spans.kind)
-    return spans.with_columns(step=step, kind=kind, end_ns=end), [notice]
+        step[mine] = np.where(spans.step[mine] >= 0, spans.step[mine] // many, -1)
+        for row in np.flatnonzero(mine & marks & (spans.step % many == 0)).tolist():
+            group = mine & marks & (step == step[row])
+            end[row] = spans.end_ns[group].max()
+        kind[mine & marks & (spans.step % many != 0)] = Kind.OTHER
+    return spans.with_columns(step=step, end_ns=end, kind=kind)
 
 
 def _groups(parts: list[Part]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -192,12 +192,11 @@ class _Labeller:
                 # The host issues a receive before what needs it, and a send after what made it.
                 when = int(self.at[row])
                 position = int(np.searchsorted(self.at[rows], when))
-            elif sends:
-                when = int(spans.start_ns[row])
-                position = int(np.searchsorted(np.maximum.accumulate(spans.end_ns[rows]), when, side="right"))
             else:
-                when = int(spans.end_ns[row])
-                position = int(np.searchsorted(spans.start_ns[rows], when))
+                # Stamps are rounded, and streams start a little apart: a kernel is before a moment if its middle is.
+                when = int(spans.start_ns[row] if sends else spans.end_ns[row])
+                middle = (spans.start_ns[rows] + spans.end_ns[rows]) // 2
+                position = int(np.searchsorted(np.maximum.accumulate(middle), when))
             forward = self._is_forward(row, sends, stage, rows, position)
             out.append((position, when, sends, forward))
             self.messages.setdefault((int(spans.rank[row]), int(spans.step[row])), []).append(

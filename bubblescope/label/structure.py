@@ -28,13 +28,9 @@ class Chains:
 
 def stage_of_rank(run: Run, rank: int) -> int:
     """The only stage of `rank`; -1 when it has several, or none is known."""
-    layout = run.layout
-    if layout.chunks != 1:
+    if run.layout.chunks != 1:
         return -1
-    try:
-        return int(layout.pp[layout.index_of(rank)])
-    except (KeyError, IndexError):
-        return -1
+    return next((stage for (_, stage), holder in run.layout.stage_rank.items() if holder == rank), -1)
 
 
 def rank_of_stage(run: Run, rank: int, stage: int) -> int:
@@ -42,7 +38,7 @@ def rank_of_stage(run: Run, rank: int, stage: int) -> int:
     layout = run.layout
     try:
         replica = int(layout.replica[layout.index_of(rank)])
-    except (KeyError, IndexError):
+    except KeyError:
         return -1
     return layout.stage_rank.get((replica, stage), -1)
 
@@ -55,8 +51,7 @@ def label(run: Run) -> Run:
     if stages:
         return replace(run, layout=_from_stages(run.layout, stages))
     found, notice = find_chains(run)
-    if notice is not None:
-        run = run.with_notices(notice)
+    run = run.with_notices(*_mute(run), *([notice] if notice is not None else []))
     return run if found is None else replace(run, layout=_from_chains(run.layout, found))
 
 
@@ -105,7 +100,7 @@ def _from_chains(layout: Layout, found: Chains) -> Layout:
     ranks = layout.ranks.tolist()
     pp = np.array([place.get(rank, (-1, -1))[1] for rank in ranks], dtype=np.int64)
     replica = np.array([place.get(rank, (-1, -1))[0] for rank in ranks], dtype=np.int64)
-    stage_rank = {} if found.ring else {(r, s): rank for rank, (r, s) in place.items() if rank in set(ranks)}
+    stage_rank = {} if found.ring else {(r, s): rank for rank, (r, s) in place.items()}
     return replace(
         layout,
         pp=pp,
@@ -116,6 +111,19 @@ def _from_chains(layout: Layout, found: Chains) -> Layout:
         stage_rank=stage_rank,
         inferred={**layout.inferred, "stages": found.how},
     )
+
+
+def _mute(run: Run) -> list[Notice]:
+    """A Notice about SendRecv kernels that say neither direction nor peer."""
+    spans = run.spans
+    mute = int(np.sum((spans.lane == Lane.COMM) & (spans.kind == Kind.OTHER)))
+    if not mute:
+        return []
+    message = (
+        f"{mute} communication kernels say neither direction nor peer (no NCCL metadata, no operation around their "
+        "launch); they count as exposed communication, and no message is matched through them"
+    )
+    return [Notice("p2p-without-peers", message)]
 
 
 # --- from messages -------------------------------------------------------------------------------------------

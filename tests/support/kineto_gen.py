@@ -1,0 +1,329 @@
+"""Kineto traces of a pipeline that never ran, with every time known: the truth that readers are tested against.
+
+A small discrete-event model of torch's schedules on streams as NCCL has them: a compute stream, and a
+communication stream on which a receive kernel is resident from the moment its rank has nothing else to do until
+the data is there, and a send kernel from the end of its producer until the receiver has the data.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One job. Times in ns; `scale` multiplies F and B of each stage; `kernels`: (in an F, in a B)."""
+
+    stages: int = 4
+    microbatches: int = 8
+    forward_ns: int = 1_000_000
+    backward_ns: int = 2_000_000
+    transfer_ns: int = 50_000
+    scale: tuple[float, ...] = (1.0, 1.0, 1.0, 1.5)
+    steps: int = 1
+    schedule: str = "1F1B"
+    optimizer_ns: int = 0
+    kernels: tuple[int, int] = (4, 7)
+    same_names: bool = False
+    eager: bool = False
+    bytes: int = 8 << 20
+    gap_ns: int = 200_000
+    start_ns: int = 5_000_000
+
+
+@dataclass(frozen=True)
+class Op:
+    rank: int
+    step: int
+    kind: str
+    microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """Kernels of one message; `order`: place in host issue order of each end."""
+
+    step: int
+    source: int
+    destination: int
+    forward: bool
+    microbatch: int
+    send: tuple[int, int]
+    receive: tuple[int, int]
+
+
+@dataclass
+class Truth:
+    """All that happened, on one true clock."""
+
+    shape: Shape
+    ops: list[Op] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    step_ranges: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def busy_ns(self, rank: int) -> int:
+        return sum(o.end_ns - o.start_ns for o in self.ops if o.rank == rank)
+
+    def transfer_ns(self, rank: int) -> int:
+        """Time `rank` lost to transfers: its receives after both ends were there."""
+        return sum(
+            m.receive[1] - max(m.send[0], m.receive[0]) for m in self.messages if m.destination == rank
+        )
+
+
+def order_of(shape: Shape, stage: int) -> list[tuple[str, int]]:
+    """The operations of `stage` in the order it runs them."""
+    p, m = shape.stages, shape.microbatches
+    if shape.schedule == "GPipe":
+        return [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
+    warm = min(p - 1 - stage, m)
+    out = [("F", i) for i in range(warm)]
+    for i in range(m - warm):
+        out += [("F", warm + i), ("B", i)]
+    return out + [("B", i) for i in range(m - warm, m)]
+
+
+def simulate(shape: Shape) -> Truth:
+    """Run the job."""
+    truth = Truth(shape)
+    begin = shape.start_ns
+    for step in range(shape.steps):
+        begin = _step(truth, step, begin) + shape.gap_ns
+    return truth
+
+
+def _step(truth: Truth, step: int, begin: int) -> int:
+    shape, p = truth.shape, truth.shape.stages
+    todo = [order_of(shape, s) for s in range(p)]
+    free = [begin] * p
+    produced: dict[tuple[str, int, int], int] = {}
+    while any(todo):
+        moved = False
+        for s in range(p):
+            while todo[s]:
+                kind, i = todo[s][0]
+                source = s - 1 if kind == "F" else s + 1
+                start = free[s]
+                if 0 <= source < p:
+                    sent = produced.get((kind, source, i))
+                    if sent is None:
+                        break
+                    start = max(sent, free[s]) + shape.transfer_ns
+                    eager = shape.eager and sent + shape.transfer_ns < free[s]
+                    truth.messages.append(
+                        Message(
+                            step, source, s, kind == "F", i,
+                            (sent, sent + shape.transfer_ns if eager else start), (free[s], start),
+                        )
+                    )  # fmt: skip
+                length = shape.forward_ns if kind == "F" else shape.backward_ns
+                end = start + round(length * shape.scale[s])
+                truth.ops.append(Op(s, step, kind, i, start, end))
+                produced[(kind, s, i)] = free[s] = end
+                todo[s].pop(0)
+                moved = True
+        assert moved, "the schedule deadlocks"
+    for s in range(p):
+        done = free[s] + shape.optimizer_ns
+        if shape.optimizer_ns:
+            truth.ops.append(Op(s, step, "O", -1, free[s], done))
+        truth.step_ranges[(s, step)] = (begin, done)
+    last = max(end for (_, k), (_, end) in truth.step_ranges.items() if k == step)
+    truth.windows.append((begin, last))
+    return last
+
+
+# --- as traces -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the trace looks. clock_ns: {rank: (offset, drift)} as its host stamps it; base_ns per rank;
+    launches: with cuda_runtime launches, so that host order is known; ranges: "" (only ProfilerStep), "torch"
+    (``Forward i``) or "runtime" (``PP:0F3``); autograd: backward launches inside autograd engine calls;
+    metadata: NCCL arguments on the kernels; host: the name of every rank's host, "" none."""
+
+    clock_ns: dict[int, tuple[int, float]] = field(default_factory=dict)
+    base_ns: dict[int, int] = field(default_factory=dict)
+    launches: bool = False
+    ranges: str = ""
+    autograd: bool = False
+    metadata: bool = True
+    local_ranks: bool = False
+    profiler_step: bool = True
+    world: int | None = None
+    host: Callable[[int], str] = lambda rank: ""
+    first_rank: int = 0
+    members: tuple[int, ...] | None = None
+    compact: bool = False
+    optimizer_range: bool = False
+
+
+def traces(truth: Truth, style: Style = Style()) -> dict[int, Json]:
+    """rank -> the document that its profiler would have exported."""
+    return {s + style.first_rank: _Rank(truth, style, s).document() for s in range(truth.shape.stages)}
+
+
+def write(folder: Path, documents: dict[int, Json], *, packed: bool = True, compact: bool = False) -> list[Path]:
+    """One ``rankN.json[.gz]`` each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = []
+    for rank, document in documents.items():
+        text = dumps(document, compact=compact).encode()
+        path = folder / (f"rank{rank}.json.gz" if packed else f"rank{rank}.json")
+        path.write_bytes(gzip.compress(text, 1, mtime=0) if packed else text)
+        out.append(path)
+    return out
+
+
+def dumps(document: Json | list[Any], *, compact: bool = False) -> str:
+    if compact:
+        return json.dumps(document, separators=(",", ":"))
+    return json.dumps(document, indent=1)
+
+
+class _Rank:
+    """Builds the document of one stage."""
+
+    def __init__(self, truth: Truth, style: Style, stage: int) -> None:
+        self.truth, self.style, self.stage = truth, style, stage
+        self.rank = stage + style.first_rank
+        self.events: list[Json] = []
+        self.corr = 1000
+        self.pid = 4000 + self.rank
+
+    def document(self) -> Json:
+        self._metadata_events()
+        for item in self._issue_order():
+            self._kernels(item) if isinstance(item, Op) else self._message(item)
+        self._steps()
+        info: Json = {"backend": "nccl", "rank": self.rank, "world_size": self.style.world or self.truth.shape.stages}
+        head: Json = {"schemaVersion": 1, "deviceProperties": [{"id": self.stage, "name": "Model GPU"}]}
+        head["distributedInfo"] = info
+        if self.style.host(self.rank):
+            head["host_name"] = self.style.host(self.rank)
+        head["traceEvents"] = self.events
+        head["displayTimeUnit"] = "ms"
+        if self.style.base_ns.get(self.rank):
+            head["baseTimeNanoseconds"] = self.style.base_ns[self.rank]
+        return head
+
+    def us(self, ns: int) -> float:
+        """True time -> what this rank's host would stamp, relative to its base."""
+        offset, drift = self.style.clock_ns.get(self.rank, (0, 0.0))
+        stamped = ns + offset + round(drift * ns) - self.style.base_ns.get(self.rank, 0)
+        return stamped / 1000
+
+    def add(self, cat: str, name: str, start: int, end: int, tid: int, args: Json | None = None, pid: int = -1) -> None:
+        self.events.append(
+            {
+                "ph": "X", "cat": cat, "name": name, "pid": self.pid if pid < 0 else pid, "tid": tid,
+                "ts": self.us(start), "dur": (end - start) / 1000, "args": args or {},
+            }
+        )  # fmt: skip
+
+    def _metadata_events(self) -> None:
+        self.events.append(
+            {"ph": "M", "name": "process_labels", "pid": self.stage, "tid": 0, "ts": 0, "args": {"labels": "GPU"}}
+        )
+
+    def _issue_order(self) -> list[Op | Message]:
+        """As the schedule's Python thread issues: receive, compute, send."""
+        received = {(m.step, m.forward, m.microbatch): m for m in self.truth.messages if m.destination == self.stage}
+        sent = {(m.step, m.forward, m.microbatch): m for m in self.truth.messages if m.source == self.stage}
+        out: list[Op | Message] = []
+        for op in (o for o in self.truth.ops if o.rank == self.stage):
+            key = (op.step, op.kind == "F", op.microbatch)
+            if op.kind != "O" and key in received:
+                out.append(received[key])
+            out.append(op)
+            if op.kind != "O" and key in sent:
+                out.append(sent[key])
+        return out
+
+    def _kernels(self, op: Op) -> None:
+        shape = self.truth.shape
+        count = {"F": shape.kernels[0], "B": shape.kernels[1], "O": 2}[op.kind]
+        prefix = {"F": "fwd", "B": "bwd", "O": "multi_tensor_apply_adam"}[op.kind]
+        edges = [op.start_ns + (op.end_ns - op.start_ns) * i // count for i in range(count + 1)]
+        first = self.corr + 1
+        for i in range(count):
+            self.corr += 1
+            name = f"gemm_{i % 2}" if shape.same_names and op.kind != "O" else f"{prefix}_gemm_{i}"
+            args = {"device": self.stage, "stream": 7, "correlation": self.corr}
+            self.add("kernel", name, edges[i], edges[i + 1], 7, args, pid=self.stage)
+        self._launch(op, first, count)
+
+    def _launch(self, op: Op, first: int, count: int) -> None:
+        """Host side: launches just ahead of the kernels, in order, inside the ranges that torch writes."""
+        if not (self.style.launches or self.style.ranges or self.style.autograd):
+            return
+        at = op.start_ns - 2_000 - 100 * count
+        thread = self.pid + (1 if self.style.autograd and op.kind == "B" else 0)
+        for i in range(count):
+            self.add("cuda_runtime", "cudaLaunchKernel", at + 100 * i, at + 100 * i + 80, thread, {"correlation": first + i})
+        if self.style.autograd and op.kind == "B":
+            args = {"Sequence number": op.microbatch, "Fwd thread id": 1}
+            name = "autograd::engine::evaluate_function: AddmmBackward0"
+            self.add("cpu_op", name, at - 50, at + 100 * count + 50, thread, args)
+        if self.style.ranges and op.kind != "O":
+            name = f"PP:{self.stage}{op.kind}{op.microbatch}"
+            if self.style.ranges == "torch":
+                name = f"{'Forward' if op.kind == 'F' else 'Backward'} {op.microbatch}"
+            self.add("user_annotation", name, at - 100, at + 100 * count + 100, self.pid)
+        if op.kind == "O" and self.style.optimizer_range:
+            self.add("user_annotation", "Optimizer.step#AdamW.step", at - 100, at + 100 * count + 100, self.pid)
+
+    def _message(self, message: Message) -> None:
+        sends = message.source == self.stage
+        start, end = message.send if sends else message.receive
+        self.corr += 1
+        stream = 20 if sends else 24
+        args: Json = {"device": self.stage, "stream": stream, "correlation": self.corr}
+        if self.style.metadata:
+            args |= self._nccl(message, sends)
+        name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+        self.add("kernel", name, start, end, stream, args, pid=self.stage)
+        if self.style.launches or self.style.ranges or self.style.autograd:
+            # The host runs ahead of the device: it hands a message over between the operations around it.
+            at = self._handover(message, sends)
+            self.add("cuda_runtime", "cudaLaunchKernelExC", at, at + 50, self.pid, {"correlation": self.corr})
+
+    def _handover(self, message: Message, sends: bool) -> int:
+        ops = [o for o in self.truth.ops if o.rank == self.stage and o.kind == ("F" if message.forward else "B")]
+        op = next(o for o in ops if (o.step, o.microbatch) == (message.step, message.microbatch))
+        return op.start_ns - 1_500 if sends else op.start_ns - 4_000
+
+    def _nccl(self, message: Message, sends: bool) -> Json:
+        first = self.style.first_rank
+        members = self.style.members or tuple(range(first, first + self.truth.shape.stages))
+        shift = first if not self.style.local_ranks else 0
+        return {
+            "Collective name": "send" if sends else "recv", "In msg nelems": self.truth.shape.bytes // 2,
+            "Out msg nelems": self.truth.shape.bytes // 2, "Group size": len(members), "dtype": "BFloat16",
+            "Process Group Name": "7", "Process Group Description": "mesh_pp",
+            "Process Group Ranks": str(list(members)), "Rank": members.index(self.rank),
+            "Src Rank": message.source + shift, "Dst Rank": message.destination + shift,
+            "Comms Id": 18446744073709551557,
+        }  # fmt: skip
+
+    def _steps(self) -> None:
+        if not self.style.profiler_step:
+            return
+        for (stage, step), (begin, end) in self.truth.step_ranges.items():
+            if stage == self.stage:
+                self.add("user_annotation", f"ProfilerStep#{step + 3}", begin - 8_000, end - 10_000, self.pid)
+
+
+def events_of(document: Json, wanted: Callable[[Json], bool]) -> Iterable[Json]:
+    return (e for e in document["traceEvents"] if wanted(e))

@@ -1,0 +1,94 @@
+"""Packed files give their bytes; damaged ones give what they still hold, and say so."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+
+import pytest
+
+from bubblescope.errors import InputError
+from bubblescope.ingest.decompress import blocks
+from bubblescope.model import Notice
+
+TEXT = b"".join(b'{"event": %d}\n' % i for i in range(50_000))
+
+
+def unpack(path: Path, data: bytes, limit: int = 1 << 30) -> tuple[bytes, list[Notice]]:
+    path.write_bytes(data)
+    notices: list[Notice] = []
+    return b"".join(blocks(str(path), limit, notices)), notices
+
+
+def test_plain_bytes_pass_whatever_the_name_says(tmp_path: Path) -> None:
+    assert unpack(tmp_path / "lies.json.gz", TEXT) == (TEXT, [])
+
+
+def test_gzip_is_told_by_its_first_bytes(tmp_path: Path) -> None:
+    assert unpack(tmp_path / "plain-name.json", gzip.compress(TEXT)) == (TEXT, [])
+
+
+def test_all_members_of_a_gzip_file_are_read(tmp_path: Path) -> None:
+    third = len(TEXT) // 3
+    packed = b"".join(gzip.compress(TEXT[i : i + third]) for i in range(0, len(TEXT), third))
+    assert unpack(tmp_path / "many.gz", packed) == (TEXT, [])
+
+
+def test_zero_padding_after_the_last_member_is_no_fault(tmp_path: Path) -> None:
+    assert unpack(tmp_path / "padded.gz", gzip.compress(TEXT) + bytes(512)) == (TEXT, [])
+
+
+def test_other_bytes_after_the_last_member_are_named(tmp_path: Path) -> None:
+    plain, notices = unpack(tmp_path / "trailing.gz", gzip.compress(TEXT) + b"garbage")
+    assert plain == TEXT
+    assert [n.code for n in notices] == ["trailing-bytes"]
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
+def test_a_gzip_that_ends_early_gives_its_prefix(tmp_path: Path, keep: float) -> None:
+    packed = gzip.compress(TEXT)
+    plain, notices = unpack(tmp_path / "cut.gz", packed[: int(len(packed) * keep)])
+    assert plain
+    assert TEXT.startswith(plain)
+    assert [n.code for n in notices] == ["file-truncated"]
+    assert f"{len(plain):,}" in notices[0].message
+
+
+def test_damage_inside_a_gzip_gives_what_stands_before_it(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(TEXT))
+    packed[len(packed) // 2 : len(packed) // 2 + 40] = b"\xff" * 40
+    plain, notices = unpack(tmp_path / "bad.gz", bytes(packed))
+    assert [n.code for n in notices] == ["file-truncated"]
+    assert TEXT[: len(plain) // 2] == plain[: len(plain) // 2]
+
+
+def test_a_bomb_stops_at_the_limit_with_a_clear_error(tmp_path: Path) -> None:
+    bomb = zlib.compressobj(9, wbits=31)
+    packed = b"".join([bomb.compress(bytes(1 << 20)) for _ in range(64)]) + bomb.flush()
+    with pytest.raises(InputError, match="unpacks to more than 8,000,000 bytes"):
+        unpack(tmp_path / "bomb.gz", packed, limit=8_000_000)
+
+
+def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be opened"):
+        list(blocks(str(tmp_path / "none.json"), 1, []))
+
+
+class TestZstd:
+    @pytest.fixture
+    def pack(self):  # type: ignore[no-untyped-def]
+        try:
+            from compression import zstd  # type: ignore[import-not-found]
+        except ImportError:
+            zstd = pytest.importorskip("backports.zstd", reason="the zstd extra is not installed")
+        return zstd.compress
+
+    def test_frames_are_read_to_the_end(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
+        half = len(TEXT) // 2
+        assert unpack(tmp_path / "two.zst", pack(TEXT[:half]) + pack(TEXT[half:])) == (TEXT, [])
+
+    def test_a_cut_frame_gives_its_prefix(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
+        plain, notices = unpack(tmp_path / "cut.zst", pack(TEXT)[:-20])
+        assert TEXT.startswith(plain)
+        assert [n.code for n in notices] == ["file-truncated"]
