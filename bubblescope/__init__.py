@@ -14,7 +14,7 @@ from bubblescope._version import __version__
 
 if TYPE_CHECKING:
     from bubblescope._api import analyze, load
-    from bubblescope.capture import instrument, record
+    from bubblescope.capture import instrument, record, span, step
     from bubblescope.model.run import Run
     from bubblescope.report.build import Report
 
@@ -27,9 +27,11 @@ _PUBLIC = {
     "instrument": "bubblescope.capture",
     "load": "bubblescope._api",
     "record": "bubblescope.capture",
+    "span": "bubblescope.capture",
+    "step": "bubblescope.capture",
 }
 
-__all__ = ["Report", "Run", "__version__", "analyze", "instrument", "load", "record"]
+__all__ = ["Report", "Run", "__version__", "analyze", "instrument", "load", "record", "span", "step"]
 
 
 def __getattr__(name: str) -> Any:
