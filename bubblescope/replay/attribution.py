@@ -105,9 +105,6 @@ def attribute(run: Run) -> Attribution:
         replayed[program.window[program.node == Node.BEGIN].reshape(-1)] = True
     parts.append(_local_gaps(run, windows, operations, sets, ~replayed))
     parts.append(_inside_gaps(windows, operations, sets))
-    notices = [*windows.notices, *_barrier_notices(programs)]
-    if refused:
-        notices.append(Notice("replay-refused", f"the causes of waiting cannot be told apart: {refused}"))
     return Attribution(
         run,
         windows,
@@ -118,7 +115,7 @@ def attribute(run: Run) -> Attribution:
         tuple(programs),
         tuple(decompositions),
         bases,
-        tuple(notices),
+        (*windows.notices, *_barrier_notices(programs)),
         refused,
         sets,
     )
@@ -269,7 +266,7 @@ def _local_gaps(
 ) -> Gaps:
     """Gaps of windows that cannot be replayed: only what one rank can say by itself (§8)."""
     w, start, end, before, phase = _local_bounds(windows, operations, chosen)
-    phase = np.where(_has_pipeline(operations, len(windows))[w], phase, STEADY)
+    phase = np.where(has_phases(operations, len(windows))[w], phase, STEADY)
     idle = _idle_within(windows.rank, w, start, end, sets)
     causes = _local_causes(run, windows, w, start, end, idle, sets)
     n = len(w)
@@ -288,9 +285,10 @@ def _local_gaps(
     )
 
 
-def _has_pipeline(operations: Operations, n_windows: int) -> NDArray[np.bool_]:
+def has_phases(operations: Operations, n_windows: int) -> NDArray[np.bool_]:
+    """Which windows show micro-batches; without any there is no warmup and no cooldown."""
     out = np.zeros(n_windows, dtype=np.bool_)
-    out[operations.window[is_pipeline(operations.kind)]] = True
+    out[operations.window[is_pipeline(operations.kind) & (operations.microbatch >= 0)]] = True
     return out
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope._version import __version__
+from bubblescope.analysis.contention import contention
 from bubblescope.analysis.operations import PHASES, is_pipeline
 from bubblescope.cost import prices
 from bubblescope.model import Notice
-from bubblescope.replay.attribution import CAUSE_INDEX, Attribution
+from bubblescope.replay.attribution import Attribution, has_phases
 from bubblescope.replay.causes import CAUSES
 from bubblescope.replay.savings import Saving, savings
 from bubblescope.replay.scenario import Fix, replay
@@ -44,7 +45,7 @@ def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[s
     bubble = _bubble(a, gpus, shape)
     cost = _cost(a, options, gpus, causes)
     notices += replay_notices
-    notices += _unavailable(a, bubble)
+    notices += _unavailable(a, bubble, gpus)
     actions = advice.suggest(a, shape, found, cost, trusted=bool(replay_block["trusted"]))
     notices += actions.notices
     return {
@@ -110,6 +111,7 @@ def _gpus(a: Attribution) -> list[dict[str, Any]]:
     by_phase = np.zeros((len(a.windows), len(PHASES)))
     np.add.at(by_phase, (a.gaps.window, a.gaps.phase), a.gaps.idle_ns.astype(np.float64))
     phases = mean(by_phase)
+    phased = mean(has_phases(a.operations, len(a.windows)).astype(np.float64)) > 0
     t = a.idle
     columns = {
         name: mean(values.astype(np.float64))
@@ -123,16 +125,18 @@ def _gpus(a: Attribution) -> list[dict[str, Any]]:
         }.items()
     }
     excess = mean(_excess(a)) if a.bases is not None else None
+    slowed = contention(a.run, a.windows)
+    beside = None if slowed is None else mean(slowed)
     return [
         {
             "rank": int(rank),
             "stage": facts.stage_of(a.run.layout, int(rank)),
             "steps": int(count[i]),
             **{name: float(column[i]) for name, column in columns.items()},
-            "phases": {name: float(phases[i, j]) for j, name in enumerate(PHASES)},
+            "phases": {name: float(phases[i, j]) if phased[i] else None for j, name in enumerate(PHASES)},
             "causes": {name: float(causes[i, j]) for j, name in enumerate(CAUSES)},
             "excess_compute": None if excess is None else float(excess[i]),
-            "contention": None,
+            "contention": None if beside is None or np.isnan(beside[i]) else float(beside[i]),
         }
         for i, rank in enumerate(ranks)
     ]
@@ -372,7 +376,7 @@ def _cost(a: Attribution, options: ReportOptions, gpus: list[dict[str, Any]], ca
     }
 
 
-def _unavailable(a: Attribution, bubble: dict[str, Any]) -> list[Notice]:
+def _unavailable(a: Attribution, bubble: dict[str, Any], gpus: list[dict[str, Any]]) -> list[Notice]:
     """One notice per kind of figure that is null, saying why."""
     out = []
     if bubble["fraction"] is None:
@@ -380,17 +384,13 @@ def _unavailable(a: Attribution, bubble: dict[str, Any]) -> list[Notice]:
         out.append(
             Notice(
                 "fraction-unavailable",
-                f"bubble fraction, causes of waiting and savings are unavailable, because {why}; "
-                "busy and idle per GPU are exact all the same",
+                f"{why}; so bubble fraction, causes of waiting and savings (and phases, without micro-batches) are not "
+                "known, but busy and idle per GPU are exact all the same",
             )
         )
-    out.append(
-        Notice(
-            "contention-unavailable",
-            "contention is unavailable: compute was not measured both alone and beside communication",
-        )
-    )
+    if any(g["contention"] is None for g in gpus):
+        why = "kernels were not seen both alone and beside communication"
+        out.append(Notice("contention-unavailable", f"contention is unavailable, because {why}"))
+    if any(g["excess_compute"] is None for g in gpus):
+        out.append(Notice("excess-unavailable", "excess compute is unavailable, because operations have no base times"))
     return out
-
-
-__all__ = ["CAUSE_INDEX", "report_json"]
