@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_fail_above_exits_5_after_writing_everything(demo: Demo, bubblescope: Ru
     assert done.returncode == 5
     assert "error: bubble fraction" in done.stderr
     assert (tmp_path / "r" / "report.html").exists()
+
+
+@pytest.mark.real
+def test_a_recording_that_was_cut_in_one_rank_is_analysed_and_the_rank_is_named(
+    demo: Demo, bubblescope: Runner, tmp_path: Path
+) -> None:
+    shutil.copytree(demo[1] / "recording", tmp_path / "cut")
+    victim = next((tmp_path / "cut").glob("rank-00001*.jsonl"))
+    lines = victim.read_bytes().splitlines(keepends=True)
+    victim.write_bytes(b"".join(lines[:-3]) + lines[-3][: len(lines[-3]) // 2])  # as kill -9 in mid-write leaves it
+    done = bubblescope("analyze", "cut", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"warning: .*rank 1\b|warning: .*rank-00001", done.stderr)
+    assert json.loads(done.stdout)["steps"]["analysed"] >= 5
 
 
 @pytest.mark.real
