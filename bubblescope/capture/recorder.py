@@ -74,6 +74,7 @@ class Recorder:
         self._timer: Timer | None = None
         # Hooks read `rule.current.sampled` (whether the open step is recorded at all) and call `mark` (now, on the
         # device's timeline; None before the device is known). Attributes, because every hook needs them.
+        self.device_known = False
         self.mark: Callable[[], Any] = _no_mark
         self.rule = StepRule(self._open_step, self._close_step)
         self._layout: dict[str, Any] | None = None
@@ -156,15 +157,11 @@ class Recorder:
         with self._lock:
             self._dropped[reason] = self._dropped.get(reason, 0) + count
 
-    @property
-    def device_known(self) -> bool:
-        """Whether `use_device` was called: before, `mark` gives None."""
-        return self._timer is not None
-
     def use_device(self, device_type: str, device_index: int) -> None:
         """The pipeline's work runs on that device: its kind of clock is used from now on."""
         self._timer = cuda_timer(max(device_index, 0)) if device_type == "cuda" else HostTimer()
         self.mark = self._timer.mark
+        self.device_known = True
         if device_type not in ("cpu", "cuda"):
             self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
 

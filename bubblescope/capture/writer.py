@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 try:
@@ -47,9 +47,8 @@ class RankWriter:
         self._fd = -1
         self._torn = False
         self._warned = False
-        self._lines: deque[Line] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
+        # SimpleQueue is C throughout; a Condition is Python, and the training would run it in each step.
+        self._lines: SimpleQueue[Line | None] = SimpleQueue()
         self._dead = False
         self._thread: threading.Thread | None = None
 
@@ -65,37 +64,27 @@ class RankWriter:
 
     def submit(self, line: Line) -> bool:
         """Queue one line (built on the writer's thread); False when it was dropped because the queue is full."""
-        with self._wake:
-            if self._dead or len(self._lines) >= QUEUE_LINES:
-                self.lost_lines += 1
-                return False
-            self._lines.append(line)
-            self._wake.notify()
-            return True
+        if self._dead or self._lines.qsize() >= QUEUE_LINES:
+            self.lost_lines += 1
+            return False
+        self._lines.put(line)
+        return True
 
     def close(self, wait_s: float = 5.0) -> None:
         """Write what is queued, then stop; gives up after `wait_s` on a file system that hangs."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._lines.put(None)
         if self._thread is not None:
             self._thread.join(wait_s)
             if self._thread.is_alive():
                 self._complain(f"{self.folder} did not take the last lines within {wait_s:g} s")
 
     def abandon(self) -> None:
-        """In a forked child: this writer belongs to the parent. Touches no lock: a fork may have left it held."""
+        """In a forked child: this writer belongs to the parent. Touches no lock: the fork may have left it held."""
         self._dead = True
         self._thread = None
 
     def _work(self) -> None:
-        while True:
-            with self._wake:
-                while not self._lines and not self._closing:
-                    self._wake.wait()
-                if not self._lines:
-                    break
-                line = self._lines.popleft()
+        while (line := self._lines.get()) is not None:
             self._put(line)
         if self._fd >= 0:
             os.close(self._fd)

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bubblescope.capture.hooks.torch_common import group_name
 from bubblescope.capture.steps import Label
@@ -64,17 +64,17 @@ _KINDS = {
     "B": Kind.BACKWARD,
     "I": Kind.BACKWARD_INPUT,
     "W": Kind.BACKWARD_WEIGHT,
+    "W, full": Kind.BACKWARD_WEIGHT,
     "loss": Kind.LOSS,
     "reduce": Kind.OTHER,
 }
+_NAMES = {"W, full": "full backward", "reduce": "reduce_grad"}
 
 
-class _Running(NamedTuple):
-    """One operation that is running: its key in the guard, what it is, and when it began."""
-
-    key: tuple[str, int, int]
-    labels: tuple[Label, ...]
-    start: Any
+_Key = tuple[str, int, int]
+_Running = tuple[_Key, Any]
+"""(what, stage, micro-batch) of an operation that is running, and its start mark. Bare tuples that begin with a text:
+making a NamedTuple, and hashing an enum, run Python code in every hook."""
 
 
 class _Guard:
@@ -82,62 +82,61 @@ class _Guard:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # Keys begin with a text, not a Kind: hashing an enum runs Python code, each time.
-        self._running: set[tuple[str, int, int]] = set()
-        self._labels: dict[tuple[str, int, int], tuple[Label, ...]] = {}
+        self._running: set[_Key] = set()
+        self._labels: dict[_Key, tuple[Label, ...]] = {}
 
-    def enter(self, what: str, stage: int, microbatch: int, name: str = "") -> _Running | None:
-        key = (what, stage, microbatch)
+    def enter(self, key: _Key) -> _Running | None:
         if key in self._running:
             return None
-        labels = self._labels.get(key)
-        if labels is None:
-            labels = self._labels[key] = (Label(_KINDS[what], stage, microbatch, name),)
         self._running.add(key)
-        return _Running(key, labels, self._recorder.mark())
+        return key, self._recorder.mark()
 
     def abort(self, op: _Running) -> None:
-        self._running.discard(op.key)
+        self._running.discard(op[0])
 
     def leave(self, op: _Running, result: Any) -> None:
         end = self._recorder.mark()
-        self._running.discard(op.key)
-        self._recorder.add(Lane.COMPUTE, op.start, end, op.labels)
+        key, start = op
+        self._running.discard(key)
+        labels = self._labels.get(key)
+        if labels is None:
+            what, stage, microbatch = key
+            labels = self._labels[key] = (Label(_KINDS[what], stage, microbatch, _NAMES.get(what, "")),)
+        self._recorder.add(Lane.COMPUTE, start, end, labels)
 
 
 def _hook_compute(recorder: Recorder, base: Any, schedule: Any) -> None:
     guard = _Guard(recorder)
+    rule, enter = recorder.rule, guard.enter
 
     def forward(stage: Any, microbatch: int) -> _Running | None:
         if not recorder.device_known:
             recorder.use_device(*_device(stage))
-        current = recorder.rule.current
-        if current.optimizer_seen or not current.busy:
+        if rule.current.optimizer_seen or not rule.current.busy:
             recorder.forward_begins()
-            current = recorder.rule.current
-        return guard.enter("F", stage.stage_index, microbatch) if current.sampled else None
+        return enter(("F", stage.stage_index, microbatch)) if rule.current.sampled else None
 
     def backward(stage: Any, microbatch: int, full: bool) -> _Running | None:
-        if not recorder.rule.current.sampled or not stage.has_backward:
+        if not rule.current.sampled or not stage.has_backward:
             return None
-        return guard.enter("B" if full else "I", stage.stage_index, microbatch)
+        return enter(("B" if full else "I", stage.stage_index, microbatch))
 
     def weight(stage: Any, microbatch: int) -> _Running | None:
-        if not recorder.rule.current.sampled or not stage.has_backward:
+        if not rule.current.sampled or not stage.has_backward:
             return None
         # On the first stage torch does nothing for I and the whole backward for W, unless dW is the user's own.
         whole = stage.is_first and getattr(stage, "dw_builder", None) is None
-        return guard.enter("W", stage.stage_index, microbatch, "full backward" if whole else "")
+        return enter(("W, full" if whole else "W", stage.stage_index, microbatch))
 
     def reduce(stage: Any) -> _Running | None:
-        if not recorder.rule.current.sampled or not stage.has_backward:
+        if not rule.current.sampled or not stage.has_backward:
             return None
-        return guard.enter("reduce", stage.stage_index, -1, "reduce_grad")
+        return enter(("reduce", stage.stage_index, -1))
 
     def loss(owner: Any, stage: Any, microbatch: int) -> _Running | None:
-        if not recorder.rule.current.sampled or not stage.is_last or owner._loss_fn is None:
+        if not rule.current.sampled or not stage.is_last or owner._loss_fn is None:
             return None
-        return guard.enter("loss", stage.stage_index, microbatch)
+        return enter(("loss", stage.stage_index, microbatch))
 
     around = functools.partial(recorder.patches.around, after=guard.leave, abort=guard.abort)
     around(base, "forward_one_chunk", "forward", needs=("self", "fwd_chunk_id"), before=forward)
@@ -218,7 +217,11 @@ class _Messages:
     def post_begins(self, ops: Any) -> tuple[Any, tuple[Label, ...]] | None:
         if not ops or not self.recorder.rule.current.sampled or getattr(self._inside, "busy", False):
             return None
-        carried = tuple([op._bubblescope for op in ops if hasattr(op, "_bubblescope")])
+        carried: tuple[Label, ...] = ()
+        for op in ops:
+            label = getattr(op, "_bubblescope", None)
+            if label is not None:
+                carried += (label,)
         if not carried:
             return None
         self._inside.busy = True
@@ -248,8 +251,11 @@ class _Messages:
                     break  # one work stands for the whole coalesced batch
 
     def wait_begins(self, works: Any) -> tuple[Any, tuple[Label, ...]] | None:
-        found = [self._in_flight.pop(id(work), None) for work in works or ()]
-        carried = tuple([label for entry in found if entry is not None for label in entry[1]])
+        carried: tuple[Label, ...] = ()
+        for work in works or ():
+            entry = self._in_flight.pop(id(work), None)
+            if entry is not None:
+                carried += entry[1]
         if not carried or not self.recorder.rule.current.sampled:
             return None
         return self.recorder.mark(), carried
