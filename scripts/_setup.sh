@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes the environment in ./.venv and keeps it current.
-# Needs bash, git and Python >= 3.11 (the newest found is not wanted: the default one is, PYTHON=… overrides).
+# Needs bash, git and Python >= 3.11: the first of python3, python3.13, … that is new enough, or PYTHON=….
 #
 #   setup_venv EXTRA…     .venv with bubblescope (editable), the extras and torch; quick when nothing changed
 #   setup_chromium        Debian's chromium for the browser tests, where it is missing and can be installed
