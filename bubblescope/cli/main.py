@@ -33,11 +33,13 @@ COMMANDS = {
     "analyze": Entry("bubblescope.cli.analyze:analyze", "Traces or recordings → attribution, cost, report."),
     "cost": Entry("bubblescope.cli.cost:cost", "What a bubble of so many milliseconds costs."),
     "demo": Entry("bubblescope.cli.demo:demo", "Train a small pipeline here, record it, report its bubbles."),
+    "diff": Entry("bubblescope.cli.diff:diff", "Two runs: what changed per cause, with the noise beside it."),
     "doctor": Entry("bubblescope.cli.doctor:doctor", "What can be recorded on this machine, and what is missing."),
     "simulate": Entry(
         "bubblescope.cli.simulate:simulate",
         "Replay a schedule with the times you give: makespan, ratios, idle time by GPU and phase.",
     ),
+    "whatif": Entry("bubblescope.cli.whatif:whatif", "What a change would bring: step time, hours, money, best first."),
 }
 
 EXIT_BUG = 1

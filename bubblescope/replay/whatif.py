@@ -1,8 +1,9 @@
 """What another order, partition or number of micro-batches would take: re-generated and replayed (§7).
 
-The model of a run is small: base times per virtual stage, one transfer time per direction, and `fixed`: what the
-measured step takes beyond the replay of its own order with these (optimizer, host, data, reductions). A change is
-predicted as the replay of the new order plus `fixed`, never as a ratio of closed forms.
+The model of a run is small: base times per virtual stage, one transfer time per direction, what the host takes
+around each operation, and `fixed`: what the measured step takes beyond the replay of its own order with these
+(optimizer, data, reductions). A change is predicted as the replay of the new order plus `fixed`, never as a ratio of
+closed forms.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from bubblescope.model import Action, Kind
 from bubblescope.replay import engine
 from bubblescope.replay.bases import BaseTable
 from bubblescope.replay.dag import build_dag
-from bubblescope.replay.program import Program
+from bubblescope.replay.program import Edge, Node, Program
 from bubblescope.replay.schedules import Schedule, make
 
 Float = NDArray[np.float64]
 NS = 1e-9
+DEFERRING = ("torch", "torchtitan")
+"""Frameworks that run torch's pipeline stages: see `PipelineModel.first_defers`."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineModel:
     """Seconds. forward, input_grad, weight_grad: shape (p·v,), per virtual stage and micro-batch; the loss counts as
     forward of the stage that computes it. split_known: I and W were measured, not halves of B. act, grad: transfer
-    of one message. fixed: per step. measured: the step as it was."""
+    of one message. overhead: of the host around each operation (launching, posting messages), whatever its length.
+    first_defers: the first stage does nothing for I and the whole backward for W, as torch does. fixed: per step.
+    measured: the step as it was."""
 
     stages: int
     chunks: int
@@ -42,6 +47,8 @@ class PipelineModel:
     split_known: bool
     act: float
     grad: float
+    overhead: float
+    first_defers: bool
     fixed: float
     measured: float
 
@@ -55,10 +62,11 @@ def calibrate(
     bases: BaseTable,
     orders: Mapping[int, Sequence[Action]],
     measured: float,
+    framework: str | None = None,
 ) -> PipelineModel | None:
     """The model of a measured run, None when its order cannot be replayed on its own.
 
-    measured: mean seconds per step.
+    measured: mean seconds per step. framework: as in `Layout`.
     """
     n = max((a.stage for order in orders.values() for a in order), default=-1) + 1
     if n == 0 or not programs:
@@ -68,7 +76,7 @@ def calibrate(
     microbatches = max(a.microbatch for order in orders.values() for a in order) + 1
     model = PipelineModel(
         len(orders), max(n // max(len(orders), 1), 1), microbatches, orders, {},
-        forward, input_grad, weight_grad, known, act, grad, 0.0, measured,
+        forward, input_grad, weight_grad, known, act, grad, _overhead(programs), framework in DEFERRING, 0.0, measured,
     )  # fmt: skip
     try:
         own = makespan(model, orders)
@@ -105,6 +113,21 @@ def _transfer(programs: Sequence[Program], *, grad: bool) -> float:
     return float(np.median(values)) * NS if len(values) else 0.0
 
 
+def _overhead(programs: Sequence[Program]) -> float:
+    """Seconds of the host per pipeline operation: gaps before it and its messages, posting, and what waits took
+    beyond their messages; of each the median over the steps, so that a hiccup is none of it."""
+    spent = count = 0.0
+    for p in programs:
+        op = (p.node == Node.OP) & (p.microbatch >= 0)
+        message = np.isin(p.node, (Node.POST, Node.WAIT))
+        led = (p.edge == Edge.CHAIN) & (op | message)[p.dst] & (p.node[p.src] != Node.BEGIN)
+        host = p.delay[led] - p.data[led]
+        typical = np.median(host, axis=1).sum() + np.median(p.duration[message], axis=1).sum()
+        spent += float(typical) * len(p.steps)
+        count += int((op & (p.kind != Kind.LOSS)).sum()) * len(p.steps)
+    return spent / count * NS if count else 0.0
+
+
 def makespan(
     model: PipelineModel,
     orders: Mapping[int, Sequence[Action]],
@@ -112,13 +135,17 @@ def makespan(
 ) -> float:
     """Seconds from the first to the last operation of the orders, with the model's times. Raises ScheduleError."""
     dag = build_dag(dict(orders), overlapped)
+    input_grad, weight_grad = model.input_grad.copy(), model.weight_grad.copy()
+    if model.first_defers and len(input_grad):
+        weight_grad[0] += input_grad[0]
+        input_grad[0] = 0.0
     table = {
         Kind.FORWARD: model.forward,
-        Kind.BACKWARD_INPUT: model.input_grad,
-        Kind.BACKWARD_WEIGHT: model.weight_grad,
+        Kind.BACKWARD_INPUT: input_grad,
+        Kind.BACKWARD_WEIGHT: weight_grad,
         Kind.BACKWARD: model.input_grad + model.weight_grad,
     }
-    duration = np.array([table[a.kind][a.stage] for a in dag.actions])
+    duration = np.array([table[a.kind][a.stage] for a in dag.actions]) + model.overhead
     forward_node = np.zeros(dag.graph.n_nodes, dtype=np.bool_)
     forward_node[dag.node[dag.kind == Kind.FORWARD]] = True
     comm = np.where(forward_node[dag.graph.dst], model.act, model.grad)

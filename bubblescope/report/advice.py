@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from bubblescope.cost import prices
-from bubblescope.errors import ScheduleError, UsageError
+from bubblescope.errors import UsageError
 from bubblescope.model import Notice
-from bubblescope.replay import whatif
+from bubblescope.model.layers import LayerTime
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.savings import Saving
-from bubblescope.replay.schedules import FAMILIES, make, peak_activations
-from bubblescope.replay.whatif import PipelineModel
-from bubblescope.report import tables
+from bubblescope.replay.schedules import FAMILIES
+from bubblescope.report import facts, ideas
 from bubblescope.report.facts import Shape
+from bubblescope.report.ideas import Basis, Idea, Refusal
+
+if TYPE_CHECKING:
+    from bubblescope.report.build import Report
 
 WORTH_TELLING = 0.005
-"""Actions that save less than this share of the step are left out."""
+"""Actions that save less than this share of the step are left out, unless they were asked for."""
+
+BOUNDS = ("communication",)
+"""Kinds that say how much there is to gain, not how to gain it."""
 
 
 @dataclass(frozen=True)
@@ -29,45 +33,49 @@ class Advice:
     notices: tuple[Notice, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Idea:
-    action: str
-    kind: str
-    step_seconds: float
-    saved_seconds: float
-    detail: dict[str, Any]
-    assumptions: tuple[str, ...]
-    memory_note: str | None = None
-
-
 def suggest(a: Attribution, shape: Shape, found: dict[str, Saving], cost: dict[str, Any], *, trusted: bool) -> Advice:
     """Ideas that save at least `WORTH_TELLING` of the step, ranked by what they save."""
     if not a.programs or a.bases is None:
         return Advice([])
     if not trusted:
-        why = "the replay does not reproduce the measurement well enough, so no saving is predicted"
-        return Advice([], (Notice("no-advice", why),))
-    measured = float(np.mean(tables.step_seconds(a)[1]))
-    model = whatif.calibrate(a.programs, a.bases, shape.orders, measured)
-    ideas = [*_from_causes(a, found, measured, shape)]
-    if model is not None:
-        ideas += [*_more_microbatches(model, shape), *_other_schedules(model, shape)]
-    ideas = [i for i in ideas if i.saved_seconds >= WORTH_TELLING * measured]
-    ideas.sort(key=lambda i: -i.saved_seconds)
-    notices = () if ideas else (_nothing_to_gain(measured),)
-    return Advice([_row(i, cost) for i in ideas], notices)
+        return Advice([], (Notice("no-advice", NOT_TRUSTED),))
+    b = ideas.basis(a, shape, {cause: saving.first_in for cause, saving in found.items()})
+    worth = _ranked(_everything(b), WORTH_TELLING * b.measured)
+    notices = () if worth else (Notice("bubble-not-the-limit", nothing_to_gain(b.measured)),)
+    return Advice([row(i, cost) for i in worth], notices)
 
 
-def _nothing_to_gain(measured: float) -> Notice:
-    return Notice(
-        "bubble-not-the-limit",
+NOT_TRUSTED = "the replay does not reproduce the measurement well enough, so no saving is predicted"
+
+
+def nothing_to_gain(measured: float) -> str:
+    return (
         f"no change to the pipeline is predicted to save more than {WORTH_TELLING:.1%} of the {measured:.3g} s step: "
-        "the bubble is not what holds this run back",
+        "the bubble is not what holds this run back"
     )
 
 
-def _row(idea: _Idea, cost: dict[str, Any]) -> dict[str, Any]:
-    hours = prices.gpu_hours(idea.saved_seconds, steps=cost["total_steps"], gpus=cost["gpus"])
+def _everything(b: Basis) -> list[Idea]:
+    doubled = [b.model.microbatches * factor for factor in (2, 4)] if b.model is not None else []
+    return [
+        *ideas.rebalance(b),
+        *ideas.replace_node(b),
+        *ideas.fix_input(b),
+        *ideas.faster_transfers(b),
+        *ideas.more_microbatches(b, doubled),
+        *ideas.other_schedules(b),
+    ]
+
+
+def _ranked(found: Sequence[Idea], least: float) -> list[Idea]:
+    worth = [i for i in found if i.saved_seconds >= least]
+    return sorted(worth, key=lambda i: (-i.saved_seconds, i.action))
+
+
+def row(idea: Idea, cost: dict[str, Any]) -> dict[str, Any]:
+    """As in report.json. Hours and money are signed: a change may cost time."""
+    hours = prices.gpu_hours(abs(idea.saved_seconds), steps=cost["total_steps"], gpus=cost["gpus"])
+    hours = hours if idea.saved_seconds >= 0 else -hours
     return {
         "action": idea.action,
         "kind": idea.kind,
@@ -81,127 +89,105 @@ def _row(idea: _Idea, cost: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_causes(a: Attribution, found: dict[str, Saving], measured: float, shape: Shape) -> Iterator[_Idea]:
-    """Actions that remove one cause; the saving is its first-in value."""
-    same = "everything else stays as measured"
-    for cause, make_idea in _FIXES.items():
-        saving = found.get(cause)
-        if saving is not None and saving.first_in > 0:
-            action, kind, detail, assumptions = make_idea(a)
-            yield _Idea(action, kind, measured - saving.first_in, saving.first_in, detail, (*assumptions, same))
+# --- bubblescope whatif -------------------------------------------------------------------------------------------
 
 
-def _fix_stage(a: Attribution) -> tuple[str, str, dict[str, Any], tuple[str, ...]]:
-    table = tables.stage_balance(a)
-    work = np.nan_to_num(table[["F_s", "B_s", "I_s", "W_s", "loss_s"]].to_numpy(dtype=np.float64)).sum(axis=1)
-    worst = int(work.argmax())
-    slow = int(table["stage"].iloc[worst])
-    ratio = float(work[worst] / np.delete(work, worst).mean()) if len(work) > 1 else 1.0
-    return (
-        f"Move layers off stage {slow}: it takes {ratio:.2f}× the mean of the other stages",
-        "partition",
-        {"slowest_stage": slow, "slowdown": ratio, "seconds_per_microbatch": work.tolist(), "bound": "continuous"},
-        ("work can be split evenly over the stages; whole layers may not allow all of it",),
-    )
+@dataclass(frozen=True)
+class Wanted:
+    """Which changes to predict; none chosen means all of them. layers: of the whole model, from a file.
+    memory_limit: bytes that the layers of a (virtual) stage may take."""
+
+    microbatches: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ()
+    rebalance: bool = False
+    replace_node: bool = False
+    fix_input: bool = False
+    layers: tuple[LayerTime, ...] | None = None
+    memory_limit: float | None = None
+
+    @property
+    def all(self) -> bool:
+        return not (self.microbatches or self.schedules or self.rebalance or self.replace_node or self.fix_input)
 
 
-def _fix_worker(a: Attribution) -> tuple[str, str, dict[str, Any], tuple[str, ...]]:
-    b = a.bases
-    assert b is not None
-    ranks = np.unique(b.rank)
-    over = [float(((b.worker - b.by_stage)[b.rank == r]).sum() / b.by_stage[b.rank == r].sum()) for r in ranks]
-    worst = int(np.argmax(over))
-    return (
-        f"Replace or inspect the node of rank {int(ranks[worst])}: it computes {over[worst]:.0%} slower than its "
-        "replicas",
-        "node",
-        {"rank": int(ranks[worst]), "slowdown": 1 + over[worst]},
-        ("every slow worker reaches the median of its stage",),
-    )
+def explore(report: Report, wanted: Wanted) -> dict[str, Any]:
+    """The document of `bubblescope whatif`: every wanted change with its prediction, best first.
 
-
-def _fix_data(a: Attribution) -> tuple[str, str, dict[str, Any], tuple[str, ...]]:
-    return (
-        "Load data ahead: more workers or prefetching, so that no stage waits for its input",
-        "input",
-        {},
-        ("loading can be hidden behind compute completely",),
-    )
-
-
-def _fix_p2p(a: Attribution) -> tuple[str, str, dict[str, Any], tuple[str, ...]]:
-    return (
-        "Speed up or overlap the transfers between stages",
-        "communication",
-        {},
-        ("transfers and blocking sends cost nothing: a bound, not a forecast",),
-    )
-
-
-_FIXES = {
-    "stage_imbalance": _fix_stage,
-    "slow_worker": _fix_worker,
-    "data_loading": _fix_data,
-    "p2p_transfer": _fix_p2p,
-}
-
-
-def _more_microbatches(model: PipelineModel, shape: Shape) -> Iterator[_Idea]:
-    """Twice and four times the micro-batches of the same size, counted per unit of work."""
-    for factor in (2, 4):
-        wanted = model.microbatches * factor
-        try:
-            schedule = whatif.same_order(model, shape.schedule or "", wanted)
-            step = whatif.predict(model, schedule)
-        except (ScheduleError, UsageError):
-            continue
-        yield _Idea(
-            f"Run {wanted} micro-batches per step instead of {model.microbatches}, at the same size",
-            "microbatches",
-            step,
-            model.measured - step / factor,
-            {"microbatches": wanted, "step_seconds_per_same_work": step / factor},
-            (
-                f"the global batch grows {factor}-fold; the saving is per {model.microbatches} micro-batches",
-                "what is outside the pipeline (optimizer, host, data) costs the same per step",
-            ),
-            _memory(model, peak_activations(schedule.orders)),
+    Keys: step_seconds (measured), microbatches, replay (as in report.json), verdict (one sentence), changes (rows
+    as in report.json's advice, and saved_fraction), refused [{action, why}], layer_times ("measured", "file" or
+    null). Without trust in the replay there are no changes. Raises UsageError for a memory limit without layers.
+    """
+    a, data = report.attribution, report.data
+    out: dict[str, Any] = {
+        "step_seconds": None,
+        "microbatches": data["pipeline"]["microbatches"],
+        "replay": data["replay"],
+        "verdict": "",
+        "layer_times": None,
+        "changes": [],
+        "refused": [],
+    }
+    if not a.programs or a.bases is None:
+        why = a.replay_refused or "no whole pipeline was seen"
+        return {**out, "verdict": f"Nothing can be predicted, because {why}."}
+    first_in = {cause: c["first_in"] for cause, c in data["causes"].items() if c["first_in"] is not None}
+    b = ideas.basis(a, facts.pipeline_shape(a), first_in, wanted.layers, wanted.memory_limit)
+    out["step_seconds"] = b.measured
+    out["layer_times"] = "file" if wanted.layers else "measured" if b.layers else None
+    if not data["replay"]["trusted"]:
+        return {**out, "verdict": NOT_TRUSTED[0].upper() + NOT_TRUSTED[1:] + "."}
+    if wanted.memory_limit is not None and not b.layers:
+        raise UsageError(
+            "a memory limit needs the layers and their bytes", hint="give --layer-times FILE with a bytes column"
         )
+    found = _wanted(b, wanted)
+    least = WORTH_TELLING * b.measured if wanted.all else float("-inf")
+    rows = [{**row(i, data["cost"]), "saved_fraction": i.saved_seconds / b.measured} for i in _ranked(found, least)]
+    refused = [] if wanted.all else [{"action": r.action, "why": r.why} for r in dict.fromkeys(b.found)]
+    return {**out, "verdict": _verdict(found, b.measured, all=wanted.all), "changes": rows, "refused": refused}
 
 
-def _other_schedules(model: PipelineModel, shape: Shape) -> Iterator[_Idea]:
-    for name in FAMILIES:
-        if name == shape.schedule:
-            continue
-        try:
-            schedule = make(name, model.stages, model.microbatches)
-            step = whatif.predict(model, schedule)
-        except (ScheduleError, UsageError):
-            continue
-        assumptions = ["transfers cost what they cost now, also where there are more of them"]
-        if schedule.virtual_stages != model.virtual_stages:
-            assumptions.append(f"the layers can be cut into {schedule.virtual_stages} equal parts")
-        if not model.split_known and _splits(schedule.orders):
-            assumptions.append("I and W take half of B each (they were not measured apart)")
-        yield _Idea(
-            f"Use the {name} schedule" + (f" with {schedule.chunks} chunks per GPU" if schedule.chunks > 1 else ""),
-            "schedule",
-            step,
-            model.measured - step,
-            {"schedule": name, "chunks": schedule.chunks},
-            tuple(assumptions),
-            _memory(model, peak_activations(schedule.orders), schedule.chunks),
-        )
+def _wanted(b: Basis, wanted: Wanted) -> list[Idea]:
+    if wanted.all:
+        return [*_everything(b), *_together(b, tuple(FAMILIES), 3)]
+    asked = {
+        "Move layers between stages": (wanted.rebalance, ideas.rebalance, "the stages take equally long already"),
+        "Replace a slow node": (wanted.replace_node, ideas.replace_node, _no_slow_node(b)),
+        "Load data ahead": (wanted.fix_input, ideas.fix_input, "no GPU was seen waiting for its input"),
+    }
+    found: list[Idea] = []
+    for action, (chosen, make_ideas, otherwise) in asked.items():
+        made = list(make_ideas(b)) if chosen else []
+        found += made
+        if chosen and not made:
+            b.found.append(Refusal(action, otherwise))
+    found += ideas.more_microbatches(b, wanted.microbatches)
+    found += ideas.other_schedules(b, wanted.schedules)
+    if wanted.rebalance and wanted.schedules:
+        found += _together(b, wanted.schedules, len(wanted.schedules))
+    return found
 
 
-def _splits(orders: dict[int, list[Any]]) -> bool:
-    return any(a.kind.name == "BACKWARD_WEIGHT" for order in orders.values() for a in order)
+def _no_slow_node(b: Basis) -> str:
+    if (b.shape.data_parallel or 1) < 2:
+        return "a slow GPU can only be told from a heavy stage by its replicas, and there is one pipeline"
+    return "no worker is slower than the other replicas of its stage in a way that costs time"
 
 
-def _memory(model: PipelineModel, peaks: list[int], chunks: int | None = None) -> str:
-    """Peak activations against now, in micro-batches of one whole GPU's layers."""
-    now = max(peak_activations({r: list(o) for r, o in model.orders.items()})) / model.chunks
-    then = max(peaks) / (chunks or model.chunks)
-    if abs(then - now) < 1e-9:
-        return f"peak activations stay at {now:.3g} micro-batches"
-    return f"peak activations change from {now:.3g} to {then:.3g} micro-batches on the fullest GPU"
+def _together(b: Basis, names: Sequence[str], most: int) -> list[Idea]:
+    """Layers moved and another schedule, where that beats each alone: the best few."""
+    if b.first_in.get("stage_imbalance", 0.0) < WORTH_TELLING * b.measured:
+        return []
+    alone = max((i.saved_seconds for i in ideas.rebalance(b)), default=0.0)
+    both = [i for i in ideas.other_schedules(b, names, balanced=True) if i.saved_seconds > alone]
+    return _ranked(both, WORTH_TELLING * b.measured)[:most]
+
+
+def _verdict(found: Sequence[Idea], measured: float, *, all: bool) -> str:
+    real = [i for i in found if i.kind not in BOUNDS]
+    best = max(real, key=lambda i: i.saved_seconds, default=None)
+    if best is None or best.saved_seconds < WORTH_TELLING * measured:
+        none = f"none of the changes asked for saves more than {WORTH_TELLING:.1%} of the {measured:.3g} s step"
+        sentence = nothing_to_gain(measured) if all else none
+        return sentence[0].upper() + sentence[1:] + "."
+    return f"{best.action}: saves {best.saved_seconds / measured:.1%} of the {measured:.3g} s step, the most of these."

@@ -1,0 +1,242 @@
+"""Two runs compared: what changed per cause, with the noise of the steps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.algebra.stats import Interval, bootstrap, bootstrap_difference, row_mean
+from bubblescope.model import Notice
+from bubblescope.replay.attribution import Attribution
+from bubblescope.replay.causes import CAUSES
+from bubblescope.report import facts, tables
+
+if TYPE_CHECKING:
+    from bubblescope.report.build import Report
+
+Float = NDArray[np.float64]
+NS = 1e-9
+LEVEL = 0.95
+OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
+FROM_BASES = ("warmup", "cooldown", "schedule_steady", "stage_imbalance", "slow_worker")
+"""These come from base times over all steps, so they do not vary from step to step; see `_widened`."""
+NOTHING = 1e-9
+"""Seconds: a smaller difference is rounding."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure before and after; None where a run does not show it. difference: after - before. low, high: of the
+    95 % interval of the difference. sure: whether that interval leaves out 0."""
+
+    before: float | None
+    after: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    sure: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds per GPU and step, mean over the steps; `fraction` is a ratio. stages: idle seconds of each stage, then
+    of each its causes. worse_fraction: how much longer a step takes, of the step before. per_microbatch: seconds of
+    a step per micro-batch, where the two runs have different numbers of them."""
+
+    step_seconds: Change
+    per_microbatch: Change | None
+    fraction: Change
+    idle: Change
+    busy: Change
+    causes: dict[str, Change]
+    stages: dict[int, Change]
+    stage_causes: dict[int, dict[str, Change]]
+    worse_fraction: float
+    notices: tuple[Notice, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As JSON (see `bubblescope diff --help`)."""
+        return {
+            "step_seconds": asdict(self.step_seconds),
+            "step_seconds_per_microbatch": None if self.per_microbatch is None else asdict(self.per_microbatch),
+            "worse_fraction": self.worse_fraction,
+            "fraction": asdict(self.fraction),
+            "idle": asdict(self.idle),
+            "busy": asdict(self.busy),
+            "causes": {name: asdict(change) for name, change in self.causes.items()},
+            "stages": [
+                {
+                    "stage": None if stage < 0 else stage,
+                    "idle": asdict(change),
+                    "causes": {name: asdict(c) for name, c in self.stage_causes[stage].items()},
+                }
+                for stage, change in self.stages.items()
+            ],
+            "warnings": [{"code": n.code, "message": n.message} for n in self.notices],
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Per step, shape (s,) or (s, causes): means over the GPUs of the step. known: which causes are figures at all."""
+
+    seconds: Float
+    idle: Float
+    busy: Float
+    fraction: Float | None
+    causes: Float
+    known: Mapping[str, bool]
+    stage_idle: dict[int, Float]
+    stage_causes: dict[int, Float]
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """Differences of the means over the steps, with a bootstrap over the steps of each run (Efron 1979).
+
+    Worked example: all steps of BEFORE take 1.0 s, all of AFTER 1.2 s: difference 0.2, interval [0.2, 0.2], sure,
+    worse_fraction 0.2. The same run twice: every difference 0, nothing sure.
+    """
+    old, new = _steps(before), _steps(after)
+    step = _change(old.seconds, new.seconds)
+    stages = sorted(set(old.stage_idle) | set(new.stage_idle))
+    return Comparison(
+        step_seconds=step,
+        per_microbatch=_per_microbatch(before, after, old.seconds, new.seconds),
+        fraction=_change(old.fraction, new.fraction),
+        idle=_change(old.idle, new.idle),
+        busy=_change(old.busy, new.busy),
+        causes=_cause_changes(old, new, old.causes, new.causes),
+        stages={s: _change(old.stage_idle.get(s), new.stage_idle.get(s)) for s in stages},
+        stage_causes={s: _cause_changes(old, new, old.stage_causes.get(s), new.stage_causes.get(s)) for s in stages},
+        worse_fraction=float(new.seconds.mean() / old.seconds.mean() - 1.0),
+        notices=tuple(_notices(before, after, old, new)),
+    )
+
+
+def _steps(report: Report) -> _Steps:
+    a = report.attribution
+    _, seconds = tables.step_seconds(a)
+    steps, at = np.unique(a.windows.step, return_inverse=True)
+    causes = a.per_window(a.gaps.causes) * NS
+    idle, busy = _seconds(a.idle.idle_ns), _seconds(a.idle.busy_ns)
+    stage = np.array([_stage(a, int(rank)) for rank in a.windows.rank], dtype=np.int64)
+    mean = _mean_by(at, len(steps))
+    rows = {int(s): np.flatnonzero(stage == s) for s in np.unique(stage)}
+    return _Steps(
+        seconds=seconds,
+        idle=mean(idle),
+        busy=mean(busy),
+        fraction=_fraction(a, report.data, mean, idle, causes),
+        causes=mean(causes),
+        known={name: report.data["causes"][name]["sure"] != "unavailable" for name in CAUSES},
+        stage_idle={s: _finite(_mean_by(at[r], len(steps))(idle[r])) for s, r in rows.items()},
+        stage_causes={s: _finite(_mean_by(at[r], len(steps))(causes[r])) for s, r in rows.items()},
+    )
+
+
+def _seconds(ns: NDArray[np.int64]) -> Float:
+    return np.asarray(ns * NS, dtype=np.float64)
+
+
+def _stage(a: Attribution, rank: int) -> int:
+    found = facts.stage_of(a.run.layout, rank)
+    return -1 if found is None else found
+
+
+def _mean_by(at: NDArray[np.int64], count: int) -> Callable[[Float], Float]:
+    """Means of the rows of each step; nan for a step without any."""
+    size = np.bincount(at, minlength=count).astype(np.float64)
+
+    def mean(values: Float) -> Float:
+        out = np.zeros((count, *values.shape[1:]))
+        np.add.at(out, at, values)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            result: Float = out / size.reshape(-1, *[1] * (values.ndim - 1))
+        return result
+
+    return mean
+
+
+def _finite(values: Float) -> Float:
+    keep = np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+    result: Float = values[keep]
+    return result
+
+
+def _fraction(
+    a: Attribution, data: dict[str, Any], mean: Callable[[Float], Float], idle: Float, causes: Float
+) -> Float | None:
+    """The bubble fraction of each step; None where the report has none."""
+    if data["bubble"]["fraction"] is None:
+        return None
+    outside = causes[:, [CAUSES.index(name) for name in OUTSIDE_PIPELINE]].sum(axis=1)
+    result: Float = mean(idle - outside) / mean(_seconds(a.idle.window_ns))
+    return result
+
+
+def _change(before: Float | None, after: Float | None) -> Change:
+    old = None if before is None or not len(before) else float(before.mean())
+    new = None if after is None or not len(after) else float(after.mean())
+    if old is None or new is None:
+        return Change(old, new, None, None, None, False)
+    interval = bootstrap_difference(before, after, row_mean, level=LEVEL)  # type: ignore[arg-type]
+    return Change(old, new, interval.value, interval.low, interval.high, _sure(interval))
+
+
+def _sure(interval: Interval) -> bool:
+    return interval.low > NOTHING or interval.high < -NOTHING
+
+
+def _cause_changes(old: _Steps, new: _Steps, before: Float | None, after: Float | None) -> dict[str, Change]:
+    def column(steps: _Steps, values: Float | None, i: int) -> Float | None:
+        return values[:, i] if values is not None and steps.known[CAUSES[i]] else None
+
+    noise = np.array([_relative_noise(steps.busy) for steps in (old, new)])
+    changes = {name: _change(column(old, before, i), column(new, after, i)) for i, name in enumerate(CAUSES)}
+    return {name: _widened(c, noise) if name in FROM_BASES else c for name, c in changes.items()}
+
+
+def _relative_noise(busy: Float) -> float:
+    """Half the width of the interval of the mean compute time, of that time."""
+    found = bootstrap(busy, row_mean, level=LEVEL)
+    return (found.high - found.low) / 2 / found.value if found.value > 0 else 0.0
+
+
+def _widened(change: Change, noise: Float) -> Change:
+    """A cause that is made of base times is as uncertain as these: by the relative noise of compute, not less."""
+    if change.difference is None or change.low is None or change.high is None:
+        return change
+    half = float(np.hypot(*(noise * np.array([change.before, change.after]))))
+    low, high = min(change.low, change.difference - half), max(change.high, change.difference + half)
+    return replace(change, low=low, high=high, sure=_sure(Interval(change.difference, low, high)))
+
+
+def _per_microbatch(before: Report, after: Report, old: Float, new: Float) -> Change | None:
+    counts = [report.data["pipeline"]["microbatches"] for report in (before, after)]
+    if None in counts or counts[0] == counts[1]:
+        return None
+    return _change(old / counts[0], new / counts[1])
+
+
+FEW_STEPS = 5
+
+
+def _notices(before: Report, after: Report, old: _Steps, new: _Steps) -> list[Notice]:
+    """What makes the two runs hard to compare."""
+    out = []
+    for name, steps in (("BEFORE", old), ("AFTER", new)):
+        if len(steps.seconds) < FEW_STEPS:
+            message = f"{name} has {len(steps.seconds)} analysed steps, too few to know its noise"
+            out.append(Notice("few-steps", f"{message}: intervals are too narrow"))
+    for field in ("stages", "chunks_per_gpu", "microbatches", "schedule", "data_parallel"):
+        pair = [report.data["pipeline"][field] for report in (before, after)]
+        if pair[0] != pair[1]:
+            out.append(Notice("shape-differs", f"{field}: {pair[0]} before, {pair[1]} after"))
+    for name, report in (("BEFORE", before), ("AFTER", after)):
+        if not report.data["replay"]["trusted"]:
+            out.append(Notice("attribution-not-trusted", f"the attribution of {name} is not to be trusted"))
+    return out

@@ -1,0 +1,306 @@
+"""Changes to a run, each predicted by a replay: what `advice` and `bubblescope whatif` choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bubblescope.errors import InputError, ScheduleError, UsageError
+from bubblescope.model.layers import LayerTime
+from bubblescope.replay import whatif
+from bubblescope.replay.attribution import Attribution
+from bubblescope.replay.repartition import Repartition, measured_layers, repartition
+from bubblescope.replay.schedules import FAMILIES, Schedule, make, peak_activations
+from bubblescope.replay.whatif import PipelineModel
+from bubblescope.report import tables
+from bubblescope.report.facts import Shape
+
+NEEDS_LAYERS = (
+    "whole layers allow as good a cut (the best whole cut needs per-layer times: record with layer timers or give "
+    "--layer-times)"
+)
+EVEN = "work can be split evenly over the stages"
+ONE_REPLICA = "stage {} is slow because of its layers, not its GPU: with one replica the two look the same"
+
+
+@dataclass(frozen=True)
+class Idea:
+    """One change. step_seconds: predicted. saved_seconds: per step of the work that a step does now."""
+
+    action: str
+    kind: str
+    step_seconds: float
+    saved_seconds: float
+    detail: dict[str, Any]
+    assumptions: tuple[str, ...]
+    memory_note: str | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A change that was asked for and cannot be predicted."""
+
+    action: str
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """What predictions start from. first_in: seconds that fixing one cause alone saves, by cause. model: None when
+    the measured order cannot be replayed on its own. layers: of the whole model, None when nobody timed them."""
+
+    attribution: Attribution
+    shape: Shape
+    measured: float
+    first_in: Mapping[str, float]
+    model: PipelineModel | None
+    layers: Sequence[LayerTime] | None = None
+    memory_limit: float | None = None
+    found: list[Refusal] = field(default_factory=list)
+
+
+def basis(
+    a: Attribution,
+    shape: Shape,
+    first_in: Mapping[str, float],
+    layers: Sequence[LayerTime] | None = None,
+    memory_limit: float | None = None,
+) -> Basis:
+    """layers: from a file; else those that the recording timed."""
+    assert a.bases is not None
+    measured = float(np.mean(tables.step_seconds(a)[1]))
+    model = whatif.calibrate(a.programs, a.bases, shape.orders, measured, a.run.layout.framework)
+    if layers is None and model is not None:
+        layers = measured_layers(model, a.run.source.details.get("layer_times") or ())
+    return Basis(a, shape, measured, first_in, model, layers, memory_limit)
+
+
+# --- one cause removed ------------------------------------------------------------------------------------------
+
+SAME = "everything else stays as measured"
+
+
+def replace_node(b: Basis) -> Iterator[Idea]:
+    """The slowest replica of a stage reaches the median of the stage."""
+    saved = b.first_in.get("slow_worker", 0.0)
+    bases = b.attribution.bases
+    if saved <= 0 or bases is None:
+        return
+    ranks = np.unique(bases.rank)
+    mine = [bases.rank == r for r in ranks]
+    over = [float((bases.worker - bases.by_stage)[m].sum() / bases.by_stage[m].sum()) for m in mine]
+    worst = int(np.argmax(over))
+    yield Idea(
+        f"Replace or inspect the node of rank {int(ranks[worst])}: it computes {over[worst]:.0%} slower than its "
+        "replicas",
+        "node",
+        b.measured - saved,
+        saved,
+        {"rank": int(ranks[worst]), "slowdown": 1 + over[worst]},
+        ("every slow worker reaches the median of its stage", SAME),
+    )
+
+
+def fix_input(b: Basis) -> Iterator[Idea]:
+    saved = b.first_in.get("data_loading", 0.0)
+    if saved > 0:
+        yield Idea(
+            "Load data ahead: more workers or prefetching, so that no stage waits for its input",
+            "input",
+            b.measured - saved,
+            saved,
+            {},
+            ("loading can be hidden behind compute completely", SAME),
+        )
+
+
+def faster_transfers(b: Basis) -> Iterator[Idea]:
+    saved = b.first_in.get("p2p_transfer", 0.0)
+    if saved > 0:
+        yield Idea(
+            "Speed up or overlap the transfers between stages",
+            "communication",
+            b.measured - saved,
+            saved,
+            {},
+            ("transfers and blocking sends cost nothing: a bound, not a forecast", SAME),
+        )
+
+
+# --- the partition ----------------------------------------------------------------------------------------------
+
+
+def rebalance(b: Basis) -> Iterator[Idea]:
+    """The best cut of whole layers where their times are known, else the continuous bound."""
+    saved = b.first_in.get("stage_imbalance", 0.0)
+    uneven = _unevenness(b.attribution)
+    if uneven is None:
+        return
+    slow, ratio, work = uneven
+    detail = {"slowest_stage": slow, "slowdown": ratio, "seconds_per_microbatch": work}
+    assumptions = (ONE_REPLICA.format(slow),) if (b.shape.data_parallel or 1) < 2 else ()
+    cut = best_cut(b)
+    if cut is None:
+        if saved > 0:
+            yield Idea(
+                f"Move layers off stage {slow}: it takes {ratio:.2f}× the mean of the other stages",
+                "partition",
+                b.measured - saved,
+                saved,
+                {**detail, "bound": "continuous"},
+                (EVEN, NEEDS_LAYERS, *assumptions, SAME),
+            )
+        return
+    assert b.model is not None
+    step = whatif.makespan(cut.model, b.model.orders) + b.model.fixed
+    best = cut.partition
+    yield Idea(
+        f"Give the stages {', '.join(map(str, best.layers))} layers: now stage {slow} takes {ratio:.2f}× the mean of "
+        "the others",
+        "partition",
+        step,
+        b.measured - step,
+        {**detail, "bound": "integer", **cut_detail(cut), "continuous_step_seconds": b.measured - saved},
+        (*cut_assumptions(cut), *assumptions, SAME),
+        _cut_memory(cut),
+    )
+
+
+def best_cut(b: Basis, virtual_stages: int | None = None) -> Repartition | None:
+    """None when layers are not known, or (noted in `found`) when no cut fits."""
+    if b.model is None or not b.layers:
+        return None
+    try:
+        return repartition(b.model, b.layers, b.memory_limit, virtual_stages)
+    except InputError as error:
+        b.found.append(Refusal("Move layers between stages", str(error)))
+        return None
+
+
+def cut_detail(cut: Repartition) -> dict[str, Any]:
+    best = cut.partition
+    return {
+        "layers": list(best.layers),
+        "cuts": list(best.cuts),
+        "stage_seconds": list(best.stage_times),
+        "slowest_seconds": best.slowest,
+        "bound_seconds": best.bound,
+        "memory_bytes": None if best.memory is None else [float(x) for x in best.memory],
+    }
+
+
+def cut_assumptions(cut: Repartition) -> tuple[str, ...]:
+    said = ["a layer takes the same time on every stage; embedding and head stay where they are"]
+    if abs(cut.scale - 1) > 0.05:
+        said.append(f"the layers' times, which add up to {1 / cut.scale:.0%} of the measured work, are scaled to it")
+    return tuple(said)
+
+
+def _cut_memory(cut: Repartition) -> str:
+    if cut.partition.memory is None:
+        return "moved layers take their weights and activations with them; no memory limit was checked"
+    return f"the fullest stage needs {max(cut.partition.memory) / 2**30:.3g} GiB for its layers, within the limit"
+
+
+def _unevenness(a: Attribution) -> tuple[int, float, list[float]] | None:
+    """The slowest stage, how often it takes the mean of the others, and seconds per micro-batch of each stage."""
+    table = tables.stage_balance(a)
+    if len(table) < 2:
+        return None
+    work = np.nan_to_num(table[["F_s", "B_s", "I_s", "W_s", "loss_s"]].to_numpy(dtype=np.float64)).sum(axis=1)
+    worst = int(work.argmax())
+    others = float(np.delete(work, worst).mean())
+    return int(table["stage"].iloc[worst]), float(work[worst]) / others if others > 0 else 1.0, work.tolist()
+
+
+# --- other orders -----------------------------------------------------------------------------------------------
+
+
+def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
+    """Another number of micro-batches of the same size, counted per unit of work."""
+    if b.model is None:
+        return
+    now = b.model.microbatches
+    for wanted in counts:
+        action = f"Run {wanted} micro-batches per step instead of {now}, at the same size"
+        try:
+            schedule = whatif.same_order(b.model, b.shape.schedule or "custom", wanted)
+            step = whatif.predict(b.model, schedule)
+        except (ScheduleError, UsageError) as error:
+            b.found.append(Refusal(action, str(error)))
+            continue
+        per_work = step * now / wanted
+        yield Idea(
+            action,
+            "microbatches",
+            step,
+            b.measured - per_work,
+            {"microbatches": wanted, "step_seconds_per_same_work": per_work},
+            (
+                f"the global batch grows from {now} to {wanted} micro-batches; the saving is per {now} micro-batches",
+                "what is outside the pipeline (optimizer, host, data) costs the same per step",
+            ),
+            memory_note(b.model, schedule),
+        )
+
+
+def other_schedules(b: Basis, names: Iterable[str] = tuple(FAMILIES), *, balanced: bool = False) -> Iterator[Idea]:
+    """The same work in another order; with `balanced`, after the layers were moved as well."""
+    if b.model is None:
+        return
+    for name in names:
+        if name == b.shape.schedule:
+            if not balanced:
+                b.found.append(Refusal(f"Use the {name} schedule", "that is the schedule of this run"))
+            continue
+        idea = _other_schedule(b, b.model, name, balanced)
+        if isinstance(idea, Idea):
+            yield idea
+        elif not balanced:
+            b.found.append(idea)
+
+
+def _other_schedule(b: Basis, model: PipelineModel, name: str, balanced: bool) -> Idea | Refusal:
+    action = f"Use the {name} schedule"
+    try:
+        schedule = make(name, model.stages, model.microbatches)
+        action += f" with {schedule.chunks} chunks per GPU" if schedule.chunks > 1 else ""
+        detail: dict[str, Any] = {"schedule": name, "chunks": schedule.chunks}
+        assumptions = ["transfers cost what they cost now, also where there are more of them"]
+        if balanced:
+            model, more, said = _rebalanced(b, model, schedule.virtual_stages)
+            action, detail = f"Move layers and {action[0].lower()}{action[1:]}", detail | more
+            assumptions = [*said, *assumptions]
+        elif schedule.virtual_stages != model.virtual_stages:
+            assumptions.append(f"the layers can be cut into {schedule.virtual_stages} equal parts")
+        step = whatif.predict(model, schedule)
+    except (ScheduleError, UsageError) as error:
+        return Refusal(action, str(error))
+    if not model.split_known and _splits(schedule):
+        assumptions.append("I and W take half of B each (they were not measured apart)")
+    note = memory_note(b.model or model, schedule)
+    return Idea(action, "schedule", step, b.measured - step, detail, tuple(assumptions), note)
+
+
+def _rebalanced(b: Basis, model: PipelineModel, n: int) -> tuple[PipelineModel, dict[str, Any], tuple[str, ...]]:
+    cut = best_cut(b, n)
+    if cut is None:
+        detail = {"rebalanced": True, "bound": "continuous"}
+        return whatif.balanced(whatif.resample(model, n)), detail, (EVEN, NEEDS_LAYERS)
+    return cut.model, {"rebalanced": True, "bound": "integer", **cut_detail(cut)}, cut_assumptions(cut)
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(a.kind.name == "BACKWARD_WEIGHT" for order in schedule.orders.values() for a in order)
+
+
+def memory_note(model: PipelineModel, schedule: Schedule) -> str:
+    """Peak activations against now, in micro-batches of one whole GPU's layers."""
+    now = max(peak_activations({r: list(o) for r, o in model.orders.items()})) / model.chunks
+    then = max(peak_activations(schedule.orders)) / schedule.chunks
+    if abs(then - now) < 1e-9:
+        return f"peak activations stay at {now:.3g} micro-batches"
+    return f"peak activations change from {now:.3g} to {then:.3g} micro-batches on the fullest GPU"
