@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra import intervals
 from bubblescope.errors import InputError
 from bubblescope.ingest import steps as step_finder
 from bubblescope.ingest.commnames import Comm, CommNames
@@ -382,7 +383,11 @@ def _is_cpu_rank(table: _Table) -> bool:
 
 
 def _cpu_spans(table: _Table) -> list[Spans]:
-    """Host operators as busy time, ``c10d::`` calls as posts, ``gloo:`` ranges as messages under way."""
+    """Host operators as busy time, ``c10d::`` calls as posts, ends of ``gloo:`` ranges as waits.
+
+    Such a range lasts from the post until the host has waited for it, and the host works in between: only its
+    last part, after whatever the host did before, is waiting.
+    """
     comm_call = table.starts_with("c10d::", "record_param_comms") & table.cat(Cat.CPU_OP)
     under_way = table.starts_with("gloo:")
     top = _outermost(table.events, np.flatnonzero(table.cat(Cat.CPU_OP)))
@@ -396,8 +401,24 @@ def _cpu_spans(table: _Table) -> list[Spans]:
     return [
         table.columns(ops, lane=Lane.COMPUTE, kind=Kind.OTHER, device=0, seq=e.sequence[ops]),
         table.columns(posts, lane=Lane.POST, kind=_gloo_kind(table, posts), device=0, corr=corr_of_post),
-        table.columns(waits, lane=Lane.WAIT, kind=_gloo_kind(table, waits), device=0, corr=corr_of_wait),
-    ]
+        table.columns(
+            waits, lane=Lane.WAIT, kind=_gloo_kind(table, waits), device=0, corr=corr_of_wait,
+            start_ns=_blocked_since(e, waits, top),
+        ),
+    ]  # fmt: skip
+
+
+def _blocked_since(e: Events, waits: Int, activity: Int) -> Int:
+    """When the host had nothing left but to wait for each range: the last end of anything before its end."""
+    ends = np.sort(np.concatenate([e.end_ns[activity], e.end_ns[waits]]))
+    end = e.end_ns[waits]
+    place = np.searchsorted(ends, end, side="left") - 1
+    since = np.where(place >= 0, ends[np.maximum(place, 0)], e.start_ns[waits])
+    since = np.maximum(since, e.start_ns[waits])
+    # An operator that runs when the range ends (another thread asked for it) leaves no time to wait.
+    at_work = intervals.union(e.start_ns[activity], e.end_ns[activity])
+    busy = intervals.measure_before(at_work, end) - intervals.measure_before(at_work, end - 1) > 0
+    return np.where(busy, end, since)
 
 
 def _gloo_kind(table: _Table, rows: Int) -> Int:

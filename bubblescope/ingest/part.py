@@ -71,6 +71,7 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
                 "backend": sorted({p.backend for p in parts if p.backend}),
                 "groups": _groups(parts),
                 "untimed_ranks": [p.rank for p in parts if not p.timing],
+                "warmup_steps": _half_seen(parts, spans),
             },
         ),
     )
@@ -187,6 +188,13 @@ def _regrouped(spans: Spans, width: dict[int, int]) -> Spans:
             end[row] = spans.end_ns[group].max()
         kind[mine & marks & (spans.step % many != 0)] = Kind.OTHER
     return spans.with_columns(step=step, end_ns=end, kind=kind)
+
+
+def _half_seen(parts: list[Part], spans: Spans) -> list[int]:
+    """The first step, where steps are known by their ends only: it began before, or with, the recording."""
+    by_end = any(p.steps_how in ("optimizer", "optimizer kernels") for p in parts)
+    steps = np.unique(spans.step[spans.step >= 0])
+    return [int(steps[0])] if by_end and len(steps) > 1 else []
 
 
 def _groups(parts: list[Part]) -> dict[str, tuple[str, tuple[int, ...]]]:

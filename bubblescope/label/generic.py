@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra import intervals
 from bubblescope.label.evidence import (
     OPTIMIZER_KERNEL,
     Int,
@@ -424,6 +425,33 @@ def label_waits(run: Run) -> Run:
 def _wait_key(run: Run, rows: Int) -> tuple[list[int], list[int], list[int]]:
     spans = run.spans
     return spans.rank[rows].tolist(), spans.kind[rows].tolist(), spans.corr[rows].tolist()
+
+
+def bridge_host_operators(run: Run) -> Run:
+    """On a CPU rank the host is the device: between two operators of one operation it runs Python, and is busy.
+
+    The earlier operator is stretched to the later one, unless a post or a wait lies between them. Example:
+    operators [0, 10) and [12, 20) of forward 3 become [0, 12) and [12, 20).
+    """
+    spans = run.spans
+    if run.source.timing != "host":
+        return run
+    rows = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.microbatch >= 0))
+    end = spans.end_ns.copy()
+    for rank in np.unique(spans.rank[rows]).tolist():
+        mine = rows[spans.rank[rows] == rank]
+        mine = mine[np.argsort(spans.start_ns[mine], kind="stable")]
+        reach = np.maximum.accumulate(spans.end_ns[mine])
+        first, second = mine[:-1], mine[1:]
+        same = spans.start_ns[second] > reach[:-1]
+        for column in ("step", "kind", "stage", "microbatch"):
+            same &= getattr(spans, column)[first] == getattr(spans, column)[second]
+        comm = (spans.rank == rank) & np.isin(spans.lane, (Lane.POST, Lane.WAIT))
+        talk = intervals.union(spans.start_ns[comm], spans.end_ns[comm])
+        between = intervals.measure_before(talk, spans.start_ns[second]) - intervals.measure_before(talk, reach[:-1])
+        same &= between == 0
+        end[first[same]] = spans.start_ns[second[same]]
+    return replace(run, spans=spans.with_columns(end_ns=end))
 
 
 def label_chunks(run: Run) -> Run:

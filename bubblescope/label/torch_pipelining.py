@@ -100,6 +100,31 @@ def label_messages(run: Run) -> Run:
     return replace(run, spans=spans.with_columns(**columns))
 
 
+def label_loss(run: Run) -> Run:
+    """GPipe and 1F1B compute the loss after a forward of the last stage, outside its range: such kernels, up to
+    the next range of the same step, are LOSS of that micro-batch. Needs stages."""
+    spans = run.spans
+    ranges, parsed = _ranges(run)
+    last = max((stage for _, stage in run.layout.stage_rank), default=-1)
+    if len(ranges) == 0 or last < 0:
+        return run
+    columns = {c: getattr(spans, c).copy() for c in ("kind", "stage", "microbatch")}
+    at, sure = issue_time(run), launched(run)
+    open_rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER) & sure
+    for mine, actions in _by_rank(run, ranges, parsed):
+        rank = int(spans.rank[mine[0]])
+        rows = np.flatnonzero(open_rows & (spans.rank == rank))
+        before = np.searchsorted(spans.start_ns[mine], at[rows], side="right") - 1
+        for row, k in zip(rows.tolist(), before.tolist(), strict=True):
+            if k < 0 or k + 1 >= len(mine) or actions[k][0].kind != Kind.FORWARD:
+                continue
+            stage = actions[k][0].stage if actions[k][0].stage >= 0 else stage_of_rank(run, rank)
+            if stage == last and spans.step[row] == spans.step[mine[k + 1]]:
+                columns["kind"][row], columns["stage"][row] = Kind.LOSS, stage
+                columns["microbatch"][row] = actions[k][0].microbatch
+    return replace(run, spans=spans.with_columns(**columns))
+
+
 def _ranges(run: Run) -> tuple[Int, list[tuple[RangeAction, ...]]]:
     """Rows of ranges that parse, by rank and start, and what they say."""
     spans = run.spans

@@ -76,9 +76,7 @@ class Truth:
 
     def transfer_ns(self, rank: int) -> int:
         """Time `rank` lost to transfers: its receives after both ends were there."""
-        return sum(
-            m.receive[1] - max(m.send[0], m.receive[0]) for m in self.messages if m.destination == rank
-        )
+        return sum(m.receive[1] - max(m.send[0], m.receive[0]) for m in self.messages if m.destination == rank)
 
 
 def order_of(shape: Shape, stage: int) -> list[tuple[str, int]]:
@@ -271,7 +269,9 @@ class _Rank:
         at = op.start_ns - 2_000 - 100 * count
         thread = self.pid + (1 if self.style.autograd and op.kind == "B" else 0)
         for i in range(count):
-            self.add("cuda_runtime", "cudaLaunchKernel", at + 100 * i, at + 100 * i + 80, thread, {"correlation": first + i})
+            self.add(
+                "cuda_runtime", "cudaLaunchKernel", at + 100 * i, at + 100 * i + 80, thread, {"correlation": first + i}
+            )
         if self.style.autograd and op.kind == "B":
             args = {"Sequence number": op.microbatch, "Fwd thread id": 1}
             name = "autograd::engine::evaluate_function: AddmmBackward0"

@@ -6,6 +6,7 @@ Each case says in one sentence what must hold. The truth is that of the generato
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bubblescope.align import prepare
 from bubblescope.algebra import intervals
+from bubblescope.align import prepare
 from bubblescope.errors import InputError
 from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.kineto_scan import scan
@@ -276,7 +277,7 @@ def test_kernels_below_a_microsecond_keep_their_nanoseconds(tmp_path: Path) -> N
     ],
 )
 def test_impossible_times_are_left_out_and_counted(tmp_path: Path, what: str, event: Json, code: str) -> None:
-    docs = documents(base_ns=dict.fromkeys(range(4), 0), clock_ns={r: (10**12, 0.0) for r in range(4)})
+    docs = documents(base_ns=dict.fromkeys(range(4), 0), clock_ns=dict.fromkeys(range(4), (10**12, 0.0)))
     lost = kernels(docs[2])[5]
     length = round(lost["dur"] * 1000)
     lost.update(event)
@@ -312,7 +313,7 @@ def test_every_rank_has_its_own_base_time_added_back(tmp_path: Path) -> None:
     epoch = 1_712_000_000_000_000_000
     style = Style(
         base_ns={0: epoch, 1: epoch, 2: epoch - 7_776_000_000_000_000, 3: epoch},
-        clock_ns={r: (epoch + 10**11, 0.0) for r in range(4)},
+        clock_ns=dict.fromkeys(range(4), (epoch + 10**11, 0.0)),
         host=lambda rank: "one-host",
     )
     write_all(tmp_path, traces(TRUTH, style))
@@ -525,4 +526,4 @@ def test_the_truth_itself_is_conserved() -> None:
     truth: Truth = TRUTH
     for rank in range(4):
         ops = [o for o in truth.ops if o.rank == rank]
-        assert all(a.end_ns <= b.start_ns for a, b in zip(ops, ops[1:], strict=False))
+        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(ops))

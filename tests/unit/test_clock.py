@@ -1,0 +1,127 @@
+"""Clocks of several hosts: aligned within the printed interval, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bubblescope.align import prepare, wait_transfer
+from bubblescope.ingest import read
+from bubblescope.model import Lane, Run
+from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
+
+MS = 1_000_000
+OFFSETS = {
+    "200 us": {1: (200_000, 0.0), 2: (-200_000, 0.0), 3: (90_000, 0.0)},
+    "5 ms": {1: (5 * MS, 0.0), 2: (-5 * MS, 0.0), 3: (2 * MS, 0.0)},
+    "20 ms and 20 ppm": {1: (20 * MS, 20e-6), 2: (-20 * MS, -20e-6), 3: (0, 10e-6)},
+}
+
+
+def prepared(folder: Path, truth: Truth, clocks: dict[int, tuple[int, float]]) -> Run:
+    style = Style(clock_ns=clocks, host=lambda rank: f"host{rank}")
+    write(folder, traces(truth, style))
+    return prepare(read(folder))
+
+
+def errors_ns(run: Run, truth: Truth) -> dict[int, int]:
+    """How far the first and last kernel of each rank are from the truth after alignment; the worse one."""
+    s = run.spans
+    out = {}
+    for rank in run.ranks:
+        rows = np.flatnonzero((s.rank == rank) & (s.lane == Lane.COMPUTE))
+        ops = [o for o in truth.ops if o.rank == rank]
+        first = int(s.start_ns[rows].min()) - min(o.start_ns for o in ops)
+        last = int(s.end_ns[rows].max()) - max(o.end_ns for o in ops)
+        out[rank] = max(abs(first), abs(last))
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(OFFSETS))
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(steps=4), Shape(steps=4, eager=True, bytes=1 << 20), Shape(steps=4, eager=True, bytes=64 << 20)],
+    ids=["rendezvous", "eager", "eager beyond the default"],
+)
+def test_hosts_are_aligned_within_the_printed_interval(tmp_path: Path, name: str, shape: Shape) -> None:
+    truth = simulate(shape)
+    run = prepared(tmp_path, truth, OFFSETS[name])
+    assert run.clock.aligned
+    half = run.clock.half_width_ns
+    assert half is not None
+    assert half < 200_000
+    errors = errors_ns(run, truth)
+    assert max(errors.values()) <= half
+    assert max(errors.values()) < 10_000
+    for host in run.clock.hosts:
+        assert host.low_ns is not None
+        assert host.high_ns is not None
+        assert host.low_ns - 10_000 <= host.offset_ns <= host.high_ns + 10_000
+
+
+def test_drift_is_seen_once_the_window_is_long_enough(tmp_path: Path) -> None:
+    truth = simulate(Shape(steps=40, kernels=(1, 1)))
+    run = prepared(tmp_path, truth, OFFSETS["20 ms and 20 ppm"])
+    drift = {h.host: h.drift for h in run.clock.hosts}
+    assert drift["host1"] == pytest.approx(-20e-6, rel=0.05)
+    assert drift["host2"] == pytest.approx(20e-6, rel=0.05)
+    assert max(errors_ns(run, truth).values()) < 5_000
+
+
+@pytest.mark.parametrize("name", sorted(OFFSETS))
+def test_transfers_lie_within_their_low_and_high(tmp_path: Path, name: str) -> None:
+    truth = simulate(Shape(steps=4))
+    messages = wait_transfer(prepared(tmp_path, truth, OFFSETS[name]))
+    assert len(messages) == len(truth.messages)
+    true = truth.shape.transfer_ns
+    assert (messages.transfer_low <= true + 3_000).all()
+    assert (messages.transfer_high >= true - 3_000).all()
+    assert np.abs(messages.transfer - true).max() < 10_000
+
+
+def test_ranks_of_one_host_share_its_clock(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    write(tmp_path, traces(truth, Style(host=lambda rank: f"host{rank // 2}", clock_ns={2: (MS, 0.0), 3: (MS, 0.0)})))
+    run = prepare(read(tmp_path))
+    assert [h.host for h in run.clock.hosts] == ["host0", "host1"]
+    assert run.clock.hosts[1].offset_ns == pytest.approx(-MS, abs=5_000)
+
+
+def test_one_host_needs_no_alignment(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    write(tmp_path, traces(truth, Style(host=lambda rank: "h")))
+    run = prepare(read(tmp_path))
+    assert (run.clock.aligned, run.clock.how, run.clock.half_width_ns) == (True, "one host", 0)
+
+
+def test_contradictory_clocks_are_refused_and_nothing_is_moved(tmp_path: Path) -> None:
+    """A clock that jumps by 3 ms in mid-run contradicts itself."""
+    docs = traces(simulate(Shape(steps=2)), Style(host=lambda rank: f"h{rank}"))
+    middle = 5_000 + 45_650 + 100
+    for event in docs[1]["traceEvents"]:
+        if event["ph"] == "X" and event["ts"] > middle:
+            event["ts"] += 3_000
+    write(tmp_path, docs)
+    before = read(tmp_path)
+    run = prepare(before)
+    assert not run.clock.aligned
+    assert "clock-infeasible" in [n.code for n in run.notices]
+    assert (run.spans.start_ns == before.spans.start_ns).all()
+
+
+def test_a_host_that_shares_no_message_is_said(tmp_path: Path) -> None:
+    docs = traces(simulate(Shape()), Style(host=lambda rank: f"h{rank}"))
+    del docs[2]
+    write(tmp_path, docs)
+    run = prepare(read(tmp_path))
+    assert not run.clock.aligned
+    assert any(n.code == "clock-unbounded" and "h3" in n.message for n in run.notices)
+
+
+def test_an_interval_that_is_too_wide_is_refused(tmp_path: Path) -> None:
+    truth = simulate(Shape(transfer_ns=3 * MS, forward_ns=MS // 2, backward_ns=MS // 2, microbatches=2))
+    run = prepared(tmp_path, truth, OFFSETS["200 us"])
+    assert not run.clock.aligned
+    assert "clock-too-wide" in [n.code for n in run.notices]

@@ -1,0 +1,180 @@
+"""Forward, backward, stage and micro-batch, from ranges or from nothing but messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bubblescope.ingest import read
+from bubblescope.label import LABELS, label
+from bubblescope.label.schedule import operations
+from bubblescope.label.torch_pipelining import parse
+from bubblescope.model import Kind, Lane, Run
+from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
+
+PLAIN = Style()
+KIND = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "O": Kind.OPTIMIZER}
+
+
+def labelled(folder: Path, truth: Truth, style: Style = PLAIN) -> Run:
+    write(folder, traces(truth, style))
+    return label(read(folder))
+
+
+def wrong_kernels(run: Run, truth: Truth, style: Style = PLAIN) -> int:
+    """Kernels whose kind, micro-batch or stage is not the true one; they come in true order per rank."""
+    s, shape = run.spans, truth.shape
+    count = {"F": shape.kernels[0], "B": shape.kernels[1], "O": 2}
+    wrong = 0
+    for stage in range(shape.stages):
+        rows = np.flatnonzero((s.rank == stage + style.first_rank) & (s.lane == Lane.COMPUTE))
+        rows = rows[np.argsort(s.start_ns[rows], kind="stable")]
+        ops = [o for o in truth.ops if o.rank == stage]
+        meant = [
+            (KIND[o.kind], o.microbatch, -1 if o.kind == "O" else stage) for o in ops for _ in range(count[o.kind])
+        ]
+        got = zip(s.kind[rows].tolist(), s.microbatch[rows].tolist(), s.stage[rows].tolist(), strict=True)
+        wrong += sum(a != b for a, b in zip(meant, got, strict=True))
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("style", [Style(), Style(launches=True, autograd=True)], ids=["bare", "autograd"])
+def test_messages_alone_tell_every_kernel(tmp_path: Path, schedule: str, stages: int, style: Style) -> None:
+    shape = Shape(stages=stages, scale=(1.0, 1.2, 0.9, 1.5, 1.0, 1.1)[:stages], schedule=schedule, steps=2)
+    truth = simulate(shape)
+    run = labelled(tmp_path, truth, style)
+    assert wrong_kernels(run, truth) == 0
+    assert (run.layout.schedule, run.layout.stages, run.layout.microbatches) == (schedule, stages, 8)
+
+
+@pytest.mark.parametrize("kernels", [(1, 1), (3, 6), (5, 5)])
+def test_names_that_say_nothing_do_not_matter(tmp_path: Path, kernels: tuple[int, int]) -> None:
+    truth = simulate(Shape(kernels=kernels, same_names=True, steps=2))
+    assert wrong_kernels(labelled(tmp_path, truth), truth) == 0
+
+
+def test_optimizer_kernels_are_no_backward(tmp_path: Path) -> None:
+    truth = simulate(Shape(optimizer_ns=400_000, steps=2))
+    assert wrong_kernels(labelled(tmp_path, truth), truth) == 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_few_microbatches_are_numbered_too(tmp_path: Path, microbatches: int) -> None:
+    truth = simulate(Shape(microbatches=microbatches))
+    run = labelled(tmp_path, truth)
+    assert wrong_kernels(run, truth) == 0
+    assert run.layout.microbatches == microbatches
+
+
+def test_messages_carry_the_microbatch_that_they_move(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    s = labelled(tmp_path, truth).spans
+    for message in truth.messages:
+        for rank, (start, _), kind in (
+            (message.source, message.send, Kind.SEND),
+            (message.destination, message.receive, Kind.RECV),
+        ):
+            rows = (s.rank == rank) & (s.kind == kind) & (s.lane == Lane.COMM) & (s.start_ns == start)
+            peer = message.destination if kind == Kind.SEND else message.source
+            assert message.microbatch in s.microbatch[rows & (s.peer == peer)].tolist()
+
+
+def test_reversed_ranks_are_put_in_pipeline_order(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    docs = traces(truth, Style(members=(0, 1, 2, 3)))
+    turned = {3 - rank: document for rank, document in docs.items()}
+    for rank, document in turned.items():
+        document["distributedInfo"]["rank"] = rank
+        for event in document["traceEvents"]:
+            args = event.get("args", {})
+            for key in ("Rank", "Src Rank", "Dst Rank"):
+                if key in args:
+                    args[key] = 3 - args[key]
+    write(tmp_path, turned)
+    run = label(read(tmp_path))
+    assert run.layout.stage_rank == {(0, 0): 3, (0, 1): 2, (0, 2): 1, (0, 3): 0}
+    assert run.layout.schedule == "1F1B"
+
+
+def test_two_replicas_are_two_pipelines(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    write(tmp_path, traces(truth, Style(world=8, members=(0, 1, 2, 3))))
+    write(tmp_path, traces(truth, Style(world=8, first_rank=4, members=(4, 5, 6, 7))))
+    run = label(read(tmp_path))
+    assert run.layout.data_parallel == 2
+    assert run.layout.stage_rank[(1, 2)] == 6
+    assert run.layout.replica.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_missing_rank_leaves_the_others_their_stages(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    docs = traces(truth)
+    del docs[2]
+    write(tmp_path, docs)
+    run = label(read(tmp_path))
+    assert (run.layout.stages, run.layout.pp.tolist()) == (4, [0, 1, 3])
+    assert run.layout.microbatches == 8
+    assert run.layout.schedule == "1F1B"
+
+
+def test_kernels_that_name_no_peer_are_said_and_not_guessed(tmp_path: Path) -> None:
+    run = labelled(tmp_path, simulate(Shape()), Style(metadata=False))
+    assert run.layout.stages is None
+    assert not np.any(run.spans.microbatch >= 0)
+    assert "p2p-without-peers" in [n.code for n in run.notices]
+
+
+def test_all_to_all_messages_are_no_pipeline(tmp_path: Path) -> None:
+    docs = traces(simulate(Shape()))
+    for rank, document in docs.items():
+        for i, event in enumerate(e for e in document["traceEvents"] if "Src Rank" in e.get("args", {})):
+            other = [r for r in range(4) if r != rank][i % 3]
+            sends = event["args"]["Collective name"] == "send"
+            event["args"]["Src Rank"], event["args"]["Dst Rank"] = (rank, other) if sends else (other, rank)
+    write(tmp_path, docs)
+    run = label(read(tmp_path))
+    assert run.layout.stages is None
+    assert "no-pipeline-found" in [n.code for n in run.notices]
+
+
+def test_overlapped_pairs_are_told_apart_by_autograd(tmp_path: Path) -> None:
+    """DualPipeV runs a forward and a backward inside one range; autograd's threads launch the backward."""
+    truth = simulate(Shape(stages=2, scale=(1.0, 1.0), microbatches=2, schedule="GPipe"))
+    docs = traces(truth, Style(launches=True, autograd=True))
+    events = docs[0]["traceEvents"]
+    launches = [e for e in events if e.get("name") == "cudaLaunchKernel"]
+    low, high = min(e["ts"] for e in launches) - 1, max(e["ts"] for e in launches) + 1
+    events.append(
+        {"ph": "X", "cat": "user_annotation", "name": "PP:(0F3;3B1)OVERLAP_F_B", "pid": 1, "tid": 1,
+         "ts": low, "dur": high - low}
+    )  # fmt: skip
+    write(tmp_path, {0: docs[0]})
+    s = label(read(tmp_path)).spans
+    rows = s.lane == Lane.COMPUTE
+    found = set(zip(s.kind[rows].tolist(), s.stage[rows].tolist(), s.microbatch[rows].tolist(), strict=True))
+    assert found == {(Kind.FORWARD, 0, 3), (Kind.BACKWARD, 3, 1)}
+
+
+@pytest.mark.parametrize(
+    "text", ["PP:F0", "PP:1X0", "PP:(0F3)OVERLAP_F_B", "Forward", "Backward x", "PP:1F99999999999999999999", ""]
+)
+def test_other_names_are_no_actions(text: str) -> None:
+    assert parse(text) == ()
+
+
+def test_passes_do_not_touch_what_is_done(tmp_path: Path) -> None:
+    run = labelled(tmp_path, simulate(Shape()))
+    again = label(run)
+    assert (again.spans.kind == run.spans.kind).all()
+    assert (again.spans.microbatch == run.spans.microbatch).all()
+    assert again.layout.stage_rank == run.layout.stage_rank
+
+
+def test_every_pass_takes_an_empty_run() -> None:
+    for one in LABELS:
+        assert len(one(Run.empty()).spans) == 0
+    assert operations(Run.empty()) == {}
