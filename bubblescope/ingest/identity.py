@@ -47,9 +47,10 @@ def _rank(info: dict[str, Any], scan: Scan) -> tuple[int | None, str]:
     rank = _whole(info.get("rank"))
     if rank is not None:
         return rank, "distributedInfo"
-    found = {r for r in map(global_rank, scan.comms) if r is not None}
-    if len(found) == 1:
-        return found.pop(), "process-group arguments"
+    for reading in (global_rank, _rank_as_global):
+        found = {r for r in map(reading, scan.comms) if r is not None}
+        if len(found) == 1:
+            return found.pop(), "process-group arguments"
     rank = rank_in_name(scan.path)
     return rank, "file name" if rank is not None else ""
 
@@ -77,6 +78,23 @@ def global_rank(comm: CommArgs) -> int | None:
     if comm.members:
         return comm.members[comm.rank] if comm.rank < len(comm.members) else None
     return comm.rank if comm.group in ("0", "default_pg") else None
+
+
+def _rank_as_global(comm: CommArgs) -> int | None:
+    return comm.rank if comm.rank >= 0 and (not comm.members or comm.rank in comm.members) else None
+
+
+def ranks_in_one_group(comms: list[CommArgs]) -> set[int]:
+    """The ranks that claim to be "this rank" of one and the same group: more than one only when two processes
+    wrote the file. Empty when there is at most one in every group."""
+    claims: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for comm in comms:
+        if comm.rank >= 0:
+            claims.setdefault((comm.group, comm.members), set()).add(comm.rank)
+    for (_, members), ranks in sorted(claims.items()):
+        if len(ranks) > 1:
+            return {members[r] if r < len(members) else r for r in ranks}
+    return set()
 
 
 def _whole(value: Any) -> int | None:

@@ -26,6 +26,10 @@ def event_gap(first_event: bytes) -> re.Pattern[bytes]:
     return re.compile(rb'\}\s*,\s*(?=\{\s*"' + key + rb'")')
 
 
+ANY_GAP = re.compile(rb'\}\s*,\s*(?=\{\s*"' + EVENT_KEYS + rb'")')
+"""As `event_gap`, for files whose events begin with different keys."""
+
+
 def clean(text: bytes, counts: Counter[str]) -> bytes:
     """Repairs that cannot change the meaning; `counts` learns how many of each were made.
 

@@ -13,7 +13,7 @@ from bubblescope.errors import InputError
 from bubblescope.ingest import steps as step_finder
 from bubblescope.ingest.commnames import Comm, CommNames
 from bubblescope.ingest.events import Cat, CommArgs, Events, Int, Scan
-from bubblescope.ingest.identity import Identity, global_rank, identify
+from bubblescope.ingest.identity import Identity, identify, ranks_in_one_group
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.part import Part
 from bubblescope.ingest.quarantine import quarantine
@@ -61,7 +61,7 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
 
 
 def _refuse_two_ranks(scan: Scan) -> None:
-    claimed = set(scan.file_ranks) | {r for r in map(global_rank, scan.comms) if r is not None}
+    claimed = scan.file_ranks if len(scan.file_ranks) > 1 else ranks_in_one_group(scan.comms)
     if len(claimed) > 1:
         raise InputError(
             f"two ranks wrote into one file (ranks {', '.join(map(str, sorted(claimed)[:8]))})",

@@ -25,7 +25,8 @@ from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.model import Names, Notice
 
 CHUNK = 4 << 20
-_MAX_EVENT = 64 << 20
+_MAX_EVENT = 16 << 20
+_MAX_HEAD = 64 << 20
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _CLOSE = re.compile(rb"\}\s*\](?=\s*(?:[,}]|\Z))")
 _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
@@ -156,7 +157,7 @@ class _Reader:
             return True
         match = _OPEN.search(self._buffer)
         if match is None:
-            if final or len(self._buffer) > _MAX_EVENT:
+            if final or len(self._buffer) > _MAX_HEAD:
                 raise _not_a_trace(self._buffer, self.path)
             return False
         self._before = self._buffer[: match.start()]
@@ -170,14 +171,10 @@ class _Reader:
 
     def _cut(self) -> None:
         """Decode all but the last, perhaps incomplete, event of the buffer."""
-        gap = self._pattern()
         low = max(0, len(self._buffer) - CHUNK // 4)
-        last = None
-        for match in gap.finditer(self._buffer, low):
-            last = match
-        if last is None and low:
-            for match in gap.finditer(self._buffer):
-                last = match
+        last = _last_match(self._pattern(), self._buffer, low) or _last_match(self._pattern(), self._buffer, 0)
+        if last is None:
+            last = _last_match(jsonrepair.ANY_GAP, self._buffer, 0)
         if last is not None:
             self._decode(self._buffer[: last.start() + 1])
             self._buffer = self._buffer[last.end() :]
@@ -263,11 +260,21 @@ class _Reader:
                 if event is not None or at + width >= len(pieces):
                     break
             if event is None:
-                self._skip()
+                self._by_any_key(pieces[at])
                 width = 1
             else:
                 self._add([event], piece)
             at += width
+
+    def _by_any_key(self, piece: bytes) -> None:
+        """A piece that is no event: perhaps several, of which some begin with another key."""
+        parts = jsonrepair.split_events(piece, jsonrepair.ANY_GAP)
+        for part in parts:
+            event = self._one(part) if len(parts) > 1 else None
+            if event is None:
+                self._skip()
+            else:
+                self._add([event], part)
 
     def _one(self, piece: bytes) -> Event | None:
         """One event from damaged bytes, or None."""
@@ -329,6 +336,13 @@ class _Reader:
             )
         out.extend(self.columns.notices())
         return out
+
+
+def _last_match(gap: re.Pattern[bytes], text: bytes, low: int) -> re.Match[bytes] | None:
+    last = None
+    for match in gap.finditer(text, low):
+        last = match
+    return last
 
 
 def _closings(rest: bytes) -> Iterator[re.Match[bytes]]:

@@ -163,6 +163,19 @@ def test_all_members_of_a_gzip_count(tmp_path: Path) -> None:
     assert not run.notices
 
 
+def test_events_may_begin_with_different_keys(tmp_path: Path) -> None:
+    docs = documents()
+    for i, event in enumerate(docs[2]["traceEvents"]):
+        if i % 3:
+            event["ts"] = event.pop("ts")
+            docs[2]["traceEvents"][i] = dict(sorted(event.items(), reverse=bool(i % 2)))
+    files = write_all(tmp_path, docs)
+    files[2].write_bytes(name_of_a_kernel(files[2].read_bytes(), b'fwd "quoted" gemm'))
+    run = read(tmp_path)
+    assert TRUTH.busy_ns(2) - busy_ns(run, 2) < 1_000_000
+    assert any(n.code == "events-skipped" and n.message.startswith("1 unreadable") for n in run.notices)
+
+
 # --- who it is -----------------------------------------------------------------------------------------------
 
 
