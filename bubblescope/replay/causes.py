@@ -47,7 +47,8 @@ class GapFrame:
     """The gaps of a program, shape (g,): `before` is the OP node that ends the gap (-1: the window's end), `after`
     the node before it (an OP or the BEGIN). phase: WARMUP, STEADY or COOLDOWN. part: 0 the whole gap; of a gap
     that is split at the end of the last forward of the last stage, 1 the part before and 2 the part after it.
-    rank_row: row of `Program.ranks`."""
+    rank_row: row of `Program.ranks`. last_forward: shape (g,), the OP node of the last forward of the last stage of
+    the gap's own pipeline."""
 
     rank: Int
     after: Int
@@ -55,6 +56,7 @@ class GapFrame:
     phase: Int
     part: Int
     rank_row: Int
+    last_forward: Int
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,8 @@ def gap_frame(program: Program, phase_of: Int) -> GapFrame:
     phase = np.where(part == 1, COOLDOWN, np.where(part == 2, WARMUP, phase[order]))
     rank = rank[order]
     rows = np.searchsorted(program.ranks, rank)
-    return GapFrame(rank, keep[order], before[order], phase, part, rows)
+    last_forward = _last_forward_of(program)[rows] if len(split) else np.zeros(len(rows), dtype=np.int64)
+    return GapFrame(rank, keep[order], before[order], phase, part, rows, last_forward)
 
 
 def gap_bounds(program: Program, frame: GapFrame, run: Replayed) -> tuple[Float, Float]:
@@ -99,7 +102,8 @@ def gap_bounds(program: Program, frame: GapFrame, run: Replayed) -> tuple[Float,
     v = np.where((frame.before >= 0)[:, None], run.start[frame.before], window_end)
     if (frame.part > 0).any():
         low, high = np.minimum(u, v), np.maximum(u, v)
-        cut = np.clip(_last_forward(program, run)[None, :], low, high)
+        # §6: where GPipe's gap turns from cooldown into warmup.
+        cut = np.clip(run.end[frame.last_forward], low, high)
         u, v = (
             np.where((frame.part == 2)[:, None], cut, u),
             np.where((frame.part == 1)[:, None], cut, v),
@@ -107,12 +111,29 @@ def gap_bounds(program: Program, frame: GapFrame, run: Replayed) -> tuple[Float,
     return u, v
 
 
-def _last_forward(program: Program, run: Replayed) -> Float:
-    """When the last stage ends its last forward (§6: where GPipe's gap turns from cooldown into warmup)."""
-    forward = (program.node == Node.OP) & (program.kind == Kind.FORWARD)
-    last = forward & (program.stage == program.stage[forward].max(initial=-1))
-    result: Float = run.end[last].max(axis=0)
-    return result
+def _last_forward_of(program: Program) -> Int:
+    """Per row of `Program.ranks`: the last forward node of the last stage among the ranks it exchanges messages with,
+    directly or not (its own data-parallel replica)."""
+    n = len(program.ranks)
+    group = np.arange(n)
+    m = program.messages
+    ends = np.unique(
+        np.column_stack([np.searchsorted(program.ranks, program.rank[x]) for x in (m.send, m.recv)]), axis=0
+    )
+    while True:
+        least = np.minimum(group[ends[:, 0]], group[ends[:, 1]])
+        new = group.copy()
+        np.minimum.at(new, ends[:, 0], least)
+        np.minimum.at(new, ends[:, 1], least)
+        if (new == group).all():
+            break
+        group = new
+    forward = np.flatnonzero((program.node == Node.OP) & (program.kind == Kind.FORWARD))
+    last = forward[program.stage[forward] == program.stage[forward].max(initial=-1)]
+    row = np.searchsorted(program.ranks, program.rank[last])
+    found = np.full(n, last[-1] if len(last) else 0)
+    found[group[row]] = last
+    return found[group]
 
 
 def decompose(program: Program, bases: BaseTable, phase_of: Int) -> Decomposition:

@@ -344,7 +344,7 @@ def _stack(flat: _Flat, group: list[_StepSlice], windows: Windows, operations: O
         flat.edge[first.edges],
         flat.delay[edge_rows].astype(np.float64),
         flat.data[edge_rows].astype(np.float64),
-        _closing(rank, type_, of(operations.kind)),
+        _closing(rank, type_, of(operations.kind), end),
         ranks,
         trim,
         window,
@@ -368,13 +368,18 @@ def _base_of(windows: Windows, step: int) -> int:
     return int(windows.base_ns[windows.step == step].min())
 
 
-def _closing(rank: Int, type_: Int, kind: Int) -> Int:
-    """Per rank its last optimizer operation, else its last chain node."""
-    chain = np.isin(type_, (Node.BEGIN, Node.OP, Node.POST, Node.WAIT, Node.DONE))
+def _closing(rank: Int, type_: Int, kind: Int, end: Float) -> Int:
+    """Per rank its last optimizer operation; without any, whatever of operations, waits and sends ends last."""
     out = []
-    rows = np.flatnonzero(chain)
+    rows = np.flatnonzero(np.isin(type_, (Node.BEGIN, Node.OP, Node.WAIT, Node.DONE, Node.SENT)))
     for _, picked in intervals.rows_by(rank[rows]):
         mine = rows[picked]
         optimizer = mine[kind[mine] == Kind.OPTIMIZER]
-        out.append(optimizer[-1] if len(optimizer) else mine[-1])
+        if len(optimizer):
+            out.append(optimizer[-1])
+            continue
+        for node in (Node.OP, Node.WAIT, Node.DONE, Node.SENT):
+            of_type = mine[type_[mine] == node]
+            if len(of_type):
+                out.append(of_type[end[of_type, 0].argmax()])
     return np.array(out, dtype=np.int64)
