@@ -143,7 +143,7 @@ def mean_causes(data: dict[str, Any]) -> dict[str, float | None]:
 
 def known(data: dict[str, Any], cause: str) -> bool:
     """Whether the cause could be told apart from others: one that could not is no zero."""
-    return value(data, "causes", cause, "sure") != "unavailable"
+    return bool(value(data, "causes", cause, "sure") != "unavailable")
 
 
 def mean_gpu(data: dict[str, Any], column: str) -> float | None:

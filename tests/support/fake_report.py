@@ -113,13 +113,17 @@ class Replay:
 
     def __init__(self, job: Job, step: int, fixed: frozenset[str] = frozenset()) -> None:
         self.job, self.step, self.fixed = job, step, fixed
-        self.replicas = [self._pipeline(r) for r in self._distinct()]
+        self.replicas = self._replicas()
         last = max(ops[-1].end for stages in self.replicas for ops in stages)
         self.barrier = last + (0.0 if "collective" in fixed else job.collective)
         self.window = self.barrier + job.optimizer
 
-    def _distinct(self) -> list[int]:
-        return list(range(self.job.replicas))
+    def _replicas(self) -> list[list[list[Op]]]:
+        """Replicas without a slow worker or a spike of their own are the same, and replayed once."""
+        special = {r for r, _ in self.job.worker_factor} | {r for s, r, _, _ in self.job.spikes if s == self.step}
+        ordinary = next((r for r in range(self.job.replicas) if r not in special), None)
+        shared = [] if ordinary is None else self._pipeline(ordinary)
+        return [self._pipeline(r) if r in special else shared for r in range(self.job.replicas)]
 
     def _pipeline(self, replica: int) -> list[list[Op]]:
         job, fixed = self.job, self.fixed
@@ -459,7 +463,8 @@ def build(job: Job | None = None) -> FakeReport:
         "steps": {"analysed": job.steps, "skipped": [{"index": -1, "why": "cut at the start"}],
                   "seconds_median": _quantile(seconds, 0.5), "seconds_p05": _quantile(seconds, 0.05),
                   "seconds_p95": _quantile(seconds, 0.95)},
-        "gpus": gpus, "bubble": _ratios(made, gpus), "causes": _causes(made, gpus), "p2p": _p2p(messages, 8 << 20, job.steps),
+        "gpus": gpus, "bubble": _ratios(made, gpus), "causes": _causes(made, gpus),
+        "p2p": _p2p(messages, 8 << 20, job.steps),
         "replay": {"step_seconds": made.replay(0, frozenset(("noise",))).window, "error_fraction": replay_error,
                    "trusted": True},
         "clock": {"hosts": [{"host": "node-0", "offset": 0.0, "drift": 0.0, "low": -0.00001, "high": 0.00001}],
@@ -519,7 +524,7 @@ def one_rank_missing() -> FakeReport:
     """Rank 2 of 4 was not seen, so what needs both ends is not known."""
     report = build(Job(missing=(2,), price=None, total_steps=None, warnings=(
         ("rank-missing", "rank 2 of 4 was not seen: waits for it cannot be split"),
-        ("fraction-unavailable", "bubble fraction and savings need every stage of the pipeline, and stage 2 is missing"),
+        ("fraction-unavailable", "bubble fraction and savings need every stage, and stage 2 is missing"),
     )))  # fmt: skip
     report.data["bubble"]["straggler_waste"] = None
     _book_as_unexplained(report)

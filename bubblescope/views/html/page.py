@@ -66,6 +66,7 @@ def page(report: ReportLike, now: datetime | None) -> Page:
             "ratios": RATIOS,
             "terms": TERMS,
             "tables": tables.all_tables(report),
+            "no_action": _no_action(data),
             "notices": _notices(data, drawn.notices),
             "actions": best_actions(data),
             "whatif": _whatif(data),
@@ -126,6 +127,13 @@ def _slices(data: dict[str, Any]) -> list[Slice]:
         found.append(Slice(name, label, colour, f"{at:.3f}", f"{share:.3f}", fmt.percent(length / window)))
         at += share
     return found
+
+
+def _no_action(data: dict[str, Any]) -> str:
+    loss = headline(data)
+    if loss is None or loss.what == "idle":
+        return f"What a change would save is {unavailable(data, 'no-advice', 'fraction', 'saving')}."
+    return "No change was found that would make a step noticeably shorter."
 
 
 def _notices(data: dict[str, Any], own: list[str]) -> list[tuple[str, str, str]]:

@@ -110,10 +110,13 @@ def _fit(
     tables = {name: dict(list(getattr(report, name).groupby("step"))) for name in ("ops", "gaps", "messages")}
     for step in steps[:MOST_STEPS]:
         block = _block(report, tables, step, kept, scale, texts)
-        while not blocks and len(block["data"]) > BUDGET and len(kept) > 1:
-            kept = _fewer(report, kept, BUDGET / len(block["data"]) * 0.9)
+        while not blocks and len(block["data"]) > BUDGET:
+            fewer = _fewer(report, kept, BUDGET / len(block["data"]) * 0.9)
+            if len(fewer) == len(kept):
+                break
+            kept = fewer
             block = _block(report, tables, step, kept, scale, texts)
-        if blocks and used + len(block["data"]) > BUDGET:
+        if used + len(block["data"]) > BUDGET:
             break
         blocks[step] = block
         used += len(block["data"])
@@ -122,7 +125,9 @@ def _fit(
             f"The timeline shows {len(kept):,} of {len(gpus):,} GPUs: of each stage the busiest ones and an even "
             "choice of the others. All figures and tables use every GPU."
         )
-    if len(blocks) < len(steps):
+    if not blocks and steps:
+        notices.append("There is no timeline: one GPU of each stage for one step is already more than fits this file.")
+    elif len(blocks) < len(steps):
         notices.append(
             f"The timeline shows {len(blocks):,} of {len(steps):,} steps, to keep this file small: the typical "
             "step, then outliers. All figures and tables use every step."

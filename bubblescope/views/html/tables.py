@@ -202,13 +202,8 @@ def p2p(report: ReportLike) -> Table:
     if len(links) > MOST_LINKS:
         note = f"{len(links):,} links between GPUs, averaged by stage; each one is in the CSV files. {note}".strip()
     head = ("Link", "Carries", "messages a step", "wait, ms", "transfer, ms", "size", "Gbit/s")
-    return Table(
-        "Messages between stages, longest wait first. Wait and transfer: all messages of a step together.",
-        head,
-        kept,
-        2,
-        note,
-    )
+    caption = "Messages between stages, longest wait first. Wait and transfer: all messages of a step together."
+    return Table(caption, head, kept, 2, note)
 
 
 def _weighted(links: list[dict[str, Any]], column: str) -> float | None:

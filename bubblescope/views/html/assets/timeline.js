@@ -430,10 +430,10 @@
   // ---- picking a step --------------------------------------------------------------------------------------
   async function show(i) {
     const block = t.steps[i];
+    story.hidden = true;
     const step = await load(block, t.rows.length);
     const whole = state.block && state.from === 0 && state.to === length();
     Object.assign(state, { block, step, gap: -1 });
-    story.hidden = true;
     summed.clear();
     layout();
     if (whole || state.to <= 1) view(0, length()); else view(state.from, state.to);

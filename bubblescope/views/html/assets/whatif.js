@@ -18,15 +18,19 @@
   const tidy = (v) => String(Number(v.toPrecision(6)));
   const read = (id) => { const v = field(id).value; return v === "" || !Number.isFinite(Number(v)) || Number(v) < 0 ? null : Number(v); };
 
-  function put(id, value) {
+  function write(id, value) {
     field(id).value = value === null ? "" : tidy(id === "gpus" || id === "total" ? Math.max(1, Math.round(value)) : value);
+  }
+  function put(id, value) {
+    write(id, value);
     syncSlider(id);
   }
   function syncSlider(id) {
     const value = read(id) ?? 0;
     slider(id).value = String(Math.round(toSlider(id, value)));
-    slider(id).setAttribute("aria-valuetext", number(value));
+    speak(id);
   }
+  const speak = (id) => slider(id).setAttribute("aria-valuetext", number(read(id)));
 
   function recompute() {
     const [price, gpus, steps] = ["price", "gpus", "total"].map(read);
@@ -59,7 +63,12 @@
 
   for (const id of Object.keys(RANGE)) {
     field(id).addEventListener("input", () => { syncSlider(id); follow(id); });
-    slider(id).addEventListener("input", () => { put(id, fromSlider(id, Number(slider(id).value))); follow(id); });
+    slider(id).addEventListener("input", () => {
+      // The slider stays where it was put: rounding to whole GPUs must not pull it back.
+      write(id, fromSlider(id, Number(slider(id).value)));
+      speak(id);
+      follow(id);
+    });
   }
   field("sliders").addEventListener("submit", (event) => event.preventDefault());
   put("price", base.price);
