@@ -81,7 +81,14 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
 
 def read_part(path: str, options: ReadOptions = DEFAULT) -> Part:
     """One file. Raises InputError when it is no trace, or not one rank's."""
-    return assemble(scan(path, options), options)
+    found = scan(path, options)
+    if len(found.events) == 0 and any(mark in _peek(path) for mark in _NOT_OURS):
+        raise InputError(
+            "the trace has no complete (ph X) events; it looks like one of Megatron's own tracer (MegatronApp)",
+            hint="this is not a torch.profiler trace",
+            where=path,
+        )
+    return assemble(found, options)
 
 
 def _with_ranks(parts: list[Part], notices: list[Notice]) -> list[Part]:

@@ -40,10 +40,11 @@ class Part:
 def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     """Parts of different ranks -> one Run, spans sorted by rank and time. Two parts of a rank: the fuller one.
 
-    Raises InputError when no part has device (or CPU) time to look at.
+    Raises InputError when no part has device (or CPU) time to look at, or when the parts are of several jobs.
     """
+    parts, strangers = _one_job(parts)
     parts, said = _one_per_rank(parts)
-    notices = [*notices, *(n for p in parts for n in p.notices), *said]
+    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *said]
     with_time = [p for p in parts if p.timing]
     if not with_time:
         raise _nothing_timed(parts)
@@ -75,6 +76,29 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
             },
         ),
     )
+
+
+def _one_job(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
+    """Parts of one job: those whose world size is that of most files; the others are left out and named.
+
+    Raises InputError when no job has more than half of the files that state a world size.
+    """
+    sizes = Counter(p.world_size for p in parts if p.world_size is not None)
+    if len(sizes) <= 1:
+        return parts, []
+    size, count = sizes.most_common(1)[0]
+    if 2 * count <= sum(sizes.values()):
+        raise InputError(
+            f"the files are of different jobs (world sizes {', '.join(str(w) for w in sorted(sizes))})",
+            hint="name the files of one job",
+            where=parts[0].path,
+        )
+    out = [p for p in parts if p.world_size in (None, size)]
+    return out, [
+        Notice("other-job", f"a world size of {p.world_size}, where most files have {size}; left out", p.path)
+        for p in parts
+        if p.world_size not in (None, size)
+    ]
 
 
 def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:

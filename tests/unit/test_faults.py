@@ -212,6 +212,23 @@ def test_a_missing_rank_is_said(tmp_path: Path) -> None:
     assert notice.message.startswith("1 of 4 ranks have no trace: 1")
 
 
+def test_a_file_of_another_job_is_left_out_and_named(tmp_path: Path) -> None:
+    files = write_all(tmp_path, documents())
+    text = files[2].read_text()
+    files[2].write_text(text.replace('"world_size": 4', '"world_size": 128'))
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 3]
+    assert {"other-job", "rank-missing"} == set(codes(run))
+
+
+def test_files_of_several_jobs_are_refused(tmp_path: Path) -> None:
+    files = write_all(tmp_path, documents())
+    for path in files[:2]:
+        path.write_text(path.read_text().replace('"world_size": 4', '"world_size": 8'))
+    with pytest.raises(InputError, match=r"different jobs \(world sizes 4, 8\)"):
+        read(tmp_path)
+
+
 def test_two_files_of_one_rank_are_never_merged(tmp_path: Path) -> None:
     files = write_all(tmp_path, documents())
     (tmp_path / "copy_rank2.json").write_bytes(files[2].read_bytes())
