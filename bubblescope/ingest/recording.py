@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,20 +187,38 @@ def read(paths: str | Path | Sequence[str | Path]) -> Run:
     Raises InputError when there is no readable recording there.
     """
     found = _rank_files([paths] if isinstance(paths, str | Path) else paths)
+    if not found:
+        raise _nothing("there is no recording here", _text(paths))
     notices: list[Notice] = []
-    files = []
-    for path in found:
-        made = _read_file(path, notices)
-        if made is not None:
-            files.append(made)
+    files = [made for path in found if (made := _read_file(path, notices)) is not None]
+    return _assemble(files, notices, found)
+
+
+def parse(contents: Mapping[Path, bytes]) -> Run:
+    """Like `read`, of lines that the caller holds already, one text for each file (a header first): for who follows
+    a recording and keeps only its newest steps."""
+    notices: list[Notice] = []
+    files = [made for path, data in contents.items() if (made := _parse(path, data, notices)) is not None]
+    return _assemble(files, notices, list(contents))
+
+
+def is_rank_file(path: Path) -> bool:
+    """Whether the recorder gives its files such a name."""
+    return bool(_FILE.match(path.name))
+
+
+def _assemble(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
     if not files:
-        raise InputError(
-            "no line of a bubblescope recording can be read" if found else "there is no recording here",
-            hint="give the folder that bubblescope.record wrote (it holds rank-00000.jsonl …)",
-            where=", ".join(str(p) for p in found[:3]) or _text(paths),
-        )
+        where = ", ".join(str(p) for p in found[:3])
+        raise _nothing("no line of a bubblescope recording can be read", where)
     chosen = _one_per_rank(_one_job(files, notices), notices)
     return _build(chosen, notices, found)
+
+
+def _nothing(what: str, where: str) -> InputError:
+    return InputError(
+        what, hint="give the folder that bubblescope.record wrote (it holds rank-00000.jsonl …)", where=where
+    )
 
 
 def _text(paths: str | Path | Sequence[str | Path]) -> str:
@@ -214,7 +232,7 @@ def _rank_files(paths: Iterable[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if _FILE.match(p.name))
+            inside = sorted(p for p in path.iterdir() if is_rank_file(p))
             found.update(dict.fromkeys(inside))
         elif path.is_file():
             found[path] = None
@@ -224,12 +242,16 @@ def _rank_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _read_file(path: Path, notices: list[Notice]) -> _File | None:
-    """All whole lines of one file; None, with a notice, when there is not even a header."""
     try:
         data = path.read_bytes()
     except OSError as error:
         notices.append(Notice("file-unreadable", f"cannot be read: {error.strerror or error}", str(path)))
         return None
+    return _parse(path, data, notices)
+
+
+def _parse(path: Path, data: bytes, notices: list[Notice]) -> _File | None:
+    """All whole lines of one file; None, with a notice, when there is not even a header."""
     made: _File | None = None
     lines = data.split(b"\n")
     tail = lines.pop()
