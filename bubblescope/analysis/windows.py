@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.algebra.intervals import rows_by
-from bubblescope.model import Kind, Lane, Notice, Run, Spans
+from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Notice, Run, Spans
 
 Int = NDArray[np.int64]
 
@@ -119,7 +119,7 @@ def _empty() -> Windows:
 
 @dataclass(frozen=True, eq=False)
 class _Edges:
-    """Per (rank, step): the first thing seen, the first compute, the own end and how it was found."""
+    """Per (rank, step): the first thing seen, the first pipeline operation, the own end and how it was found."""
 
     rank: Int
     step: Int
@@ -140,6 +140,7 @@ def _edges(spans: Spans) -> _Edges | None:
     place = np.searchsorted(keys, key)
     device = known & (spans.device >= 0)
     compute = device & (spans.lane == Lane.COMPUTE)
+    pipeline = compute & np.isin(spans.kind, PIPELINE_KINDS)
     marker = known & (spans.kind == Kind.STEP)
     optimizer = compute & (spans.kind == Kind.OPTIMIZER)
 
@@ -163,7 +164,9 @@ def _edges(spans: Spans) -> _Edges | None:
     # A rank whose other steps end with an optimizer has not finished a step that lacks one.
     rank_has = np.isin(ranks, np.unique(ranks[by_optimizer]))
     finished = has_compute & (by_optimizer | ~rank_has)
-    return _Edges(ranks, keys % width, begin, least(compute), own_end, by_optimizer, finished)
+    # Small unlabelled operators (splitting the batch, zeroing gradients) do not begin a stage's work.
+    busy_from = np.where(np.isin(keys, np.unique(key[pipeline])), least(pipeline), least(compute))
+    return _Edges(ranks, keys % width, begin, busy_from, own_end, by_optimizer, finished)
 
 
 def _drop_unfinished(e: _Edges) -> _Edges:

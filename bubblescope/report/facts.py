@@ -45,7 +45,7 @@ class Shape:
 
     def theory(self) -> dict[str, Any] | None:
         """The schedule's closed form for equal stages with the measured mean times; None where none is known."""
-        if None in (self.stages, self.microbatches, self.schedule) or self.times is None:
+        if None in (self.stages, self.microbatches, self.schedule) or self.times is None or not sum(self.times) > 0:
             return None
         forward, input_grad, weight_grad = self.times
         try:
