@@ -39,7 +39,9 @@ COMMANDS = {
         "bubblescope.cli.simulate:simulate",
         "Replay a schedule with the times you give: makespan, ratios, idle time by GPU and phase.",
     ),
-    "whatif": Entry("bubblescope.cli.whatif:whatif", "What a change would bring: step time, hours, money, best first."),
+    "whatif": Entry(
+        "bubblescope.cli.whatif:whatif", "Predicted step time, hours and money of each change to a run, best first."
+    ),
 }
 
 EXIT_BUG = 1
