@@ -202,6 +202,37 @@ def longest_path(
     return start[graph._position].reshape(shape), end[graph._position].reshape(shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Delays and releases in a graph's own order, for evaluating many durations with them (see `ends_at`)."""
+
+    graph: Graph
+    delay: Float
+    release: Float
+    shape: tuple[int, ...]
+
+
+def weigh(graph: Graph, shape: tuple[int, ...], delay: ArrayLike, release: ArrayLike) -> Weights:
+    """shape: of the durations to come; delay and release: as in `longest_path`."""
+    wait = _rows(delay, graph.n_edges, shape, "delay")[graph.edge_order]
+    return Weights(graph, wait, _rows(release, graph.n_nodes, shape, "release")[graph.node_order], shape)
+
+
+def ends_at(weights: Weights, duration: Float, nodes: Int) -> Float:
+    """What `longest_path` gives as `end[nodes]`, without putting everything else back in the order of the ids.
+
+    >>> g = build_graph(3, [0, 0, 1], [1, 2, 2])
+    >>> w = weigh(g, (3, 1), [0.0, 4.0, 0.5], [0.0, 0.0, 0.0])
+    >>> ends_at(w, np.array([[1.0], [2.0], [3.0]]), np.array([2])).tolist()
+    [[8.0]]
+    """
+    graph = weights.graph
+    end = duration.reshape(graph.n_nodes, -1)[graph.node_order]
+    start = np.array(np.broadcast_to(weights.release, end.shape))
+    _sweep(graph, start, end, weights.delay)
+    return end[graph._position[nodes]].reshape(len(nodes), *weights.shape[1:])
+
+
 def _rows(values: ArrayLike, rows: int, shape: tuple[int, ...], what: str) -> Float:
     """`values` as (rows, columns) or (rows, 1), for a `duration` of this shape."""
     array = np.asarray(values, dtype=np.float64)
