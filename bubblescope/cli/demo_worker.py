@@ -103,7 +103,7 @@ def pace_note(options: DemoOptions, device: str) -> str:
 def launch(options: DemoOptions, timeout_s: float = 300.0) -> list[float]:
     """Train in processes of their own, recorded into ``options.out``; return the mean loss of each step.
 
-    Raises DemoFailed with the output of the first process that failed.
+    Raises DemoFailed with the last words of the first process that failed.
     """
     device = pick_device(options.device, options.stages)
     with tempfile.TemporaryDirectory() as scratch:
@@ -147,8 +147,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, deadline: float) 
             codes = [process.poll() for process in ranks]
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
             if failed:
-                said = (scratch / f"output-{failed[0]}").read_text(errors="replace")[-3000:]
-                raise DemoFailed(f"rank {failed[0]} of the demo ended with status {codes[failed[0]]}:\n{said}")
+                said = (scratch / f"output-{failed[0]}").read_text(errors="replace")
+                raise _failure(failed[0], codes[failed[0]], said)
             if all(code == 0 for code in codes):
                 return
             if time.monotonic() > deadline:
@@ -159,6 +159,17 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, deadline: float) 
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _failure(rank: int, code: int | None, said: str) -> DemoFailed:
+    """The last line it wrote; all of it is a note on the error, which --debug shows."""
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    error = DemoFailed(
+        f"rank {rank} of the demo ended with status {code}: {last.strip()[:300]}",
+        hint="--debug shows all it said; `bubblescope doctor` tells what this machine can train with",
+    )
+    error.add_note(said[-3000:])
+    return error
 
 
 # ---- one rank; torch is imported here only

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bubblescope.cli.demo_worker import DemoOptions, launch, pace_note, pick_device
+from bubblescope.cli.demo_worker import DemoOptions, _failure, launch, pace_note, pick_device
 from bubblescope.errors import UsageError
 from bubblescope.ingest import recording
 from bubblescope.model import Kind
@@ -47,3 +47,9 @@ def test_gpus_that_are_not_there_are_asked_for_in_vain() -> None:
     assert pick_device("auto", 4) == "cpu"
     with pytest.raises(UsageError):
         pick_device("cuda", 4)
+
+
+def test_a_rank_that_fails_is_told_in_one_line_and_the_rest_is_for_debug() -> None:
+    error = _failure(2, 1, "Traceback (most recent call last):\n  File x\nRuntimeError: no port\n\n")
+    assert str(error) == "rank 2 of the demo ended with status 1: RuntimeError: no port"
+    assert "Traceback" in error.__notes__[0]
