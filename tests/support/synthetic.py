@@ -280,6 +280,8 @@ def tile(run: Run, replicas: int, steps: int) -> Run:
         data_parallel=replicas,
         schedule=old.schedule,
         device_type=old.device_type,
-        stage_rank={(r, stage): rank + r * world for (_, stage), rank in old.stage_rank.items() for r in range(replicas)},
+        stage_rank={
+            (r, stage): rank + r * world for (_, stage), rank in old.stage_rank.items() for r in range(replicas)
+        },
     )
     return Run(spans, run.names, layout, links, run.clock, source=run.source)
