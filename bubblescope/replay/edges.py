@@ -100,9 +100,18 @@ def _data_within(run: Run, windows: Windows, window: Int, low: Int, high: Int) -
     return out
 
 
+LAUNCH_SLACK_NS = 2_000
+"""A kernel that begins up to this long before an operation ends still follows it: stamps are rounded, aligned clocks
+are corrected by a line, and dependent launches overlap by about as much."""
+
+
 def side_edges(edges: EdgeTable, window: Int, type_: Int, start: Int, end: Int, order: Int, side: Int) -> None:
     """A communication kernel begins some time after whatever ended last on its GPU: an operation, a wait, or a send
-    (sends of one stream follow each other, and hosts that synchronise wait for them)."""
+    (sends of one stream follow each other, and hosts that synchronise wait for them).
+
+    Example: B5 ends at 2000.001 us and its send begins at 2000.000 us: it follows B5 at once. Counted from what
+    ended before B5, all of B5 would be a host delay of that send.
+    """
     is_sent = type_[side] == Node.SENT
     launched = side[~is_sent]
     if not len(launched):
@@ -115,7 +124,18 @@ def side_edges(edges: EdgeTable, window: Int, type_: Int, start: Int, end: Int, 
         part = ended[low:high]
         mine = launched[picked]
         i = np.maximum(np.searchsorted(end[part], start[mine], "right") - 1, 0)
-        edges.add(Edge.CHAIN, part[i], mine, np.maximum(start[mine] - end[part[i]], 0))
+        after = _just_ending(part[type_[part] == Node.OP], start, end, start[mine], part[i])
+        edges.add(Edge.CHAIN, after, mine, np.maximum(start[mine] - end[after], 0))
+
+
+def _just_ending(ops: Int, start: Int, end: Int, at: Int, otherwise: Int) -> Int:
+    """Per time the operation that is running and ends within the slack, else `otherwise`. One that has not begun may
+    need the very message that begins here."""
+    if not len(ops):
+        return otherwise
+    j = ops[np.maximum(np.searchsorted(end[ops], at + LAUNCH_SLACK_NS, "right") - 1, 0)]
+    result: Int = np.where((start[j] < at) & (end[j] > at) & (end[j] <= at + LAUNCH_SLACK_NS), j, otherwise)
+    return result
 
 
 def message_rows(

@@ -1,0 +1,89 @@
+"""Causes in the report of a generated job are the truth, whatever the clocks, the buffers and the missing files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bubblescope.align import prepare
+from bubblescope.ingest import read
+from bubblescope.report.build import build
+from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
+
+MS = 1_000_000
+CLOCKS: dict[str, dict[int, tuple[int, float]]] = {
+    "200 us": {1: (200_000, 0.0), 2: (-200_000, 0.0), 3: (90_000, 0.0)},
+    "5 ms": {1: (5 * MS, 0.0), 2: (-5 * MS, 0.0), 3: (2 * MS, 0.0)},
+    "20 ms and 20 ppm": {1: (20 * MS, 20e-6), 2: (-20 * MS, -20e-6), 3: (0, 10e-6)},
+}
+SHAPES = {
+    "rendezvous": Shape(steps=3),
+    "eager": Shape(steps=3, eager=True, bytes=1 << 20),
+    "with an optimizer": Shape(steps=3, optimizer_ns=500_000),
+}
+
+
+def report(folder: Path, truth: Truth, style: Style, without: int | None = None) -> dict[str, Any]:
+    documents = traces(truth, style)
+    if without is not None:
+        del documents[without]
+    write(folder, documents)
+    return build(prepare(read(folder))).data
+
+
+def half_width_s(data: dict[str, Any]) -> float:
+    return max((h["high"] - h["low"]) / 2 for h in data["clock"]["hosts"])
+
+
+@pytest.mark.parametrize("clocks", sorted(CLOCKS))
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_causes_are_within_the_printed_interval_of_the_truth(tmp_path: Path, clocks: str, shape: str) -> None:
+    """The truth is what one common clock gives. A wait moves by at most the half width per gap, and every message
+    is one gap; the printed half width bounds the difference per GPU and step."""
+    truth = simulate(SHAPES[shape])
+    exact = report(tmp_path / "one", truth, Style(host=lambda rank: "host"))
+    off = report(tmp_path / "many", truth, Style(host=lambda rank: f"host{rank}", clock_ns=CLOCKS[clocks]))
+    assert off["clock"]["aligned"]
+    half = half_width_s(off)
+    assert 0 < half < 200e-6
+    gaps = 2 * truth.shape.microbatches
+    for cause, row in off["causes"].items():
+        true = exact["causes"][cause]["seconds"]
+        if row["seconds"] is None:
+            assert row["sure"] == "unavailable"
+            continue
+        assert row["sure"] != "exact" or row["seconds"] == pytest.approx(true, abs=1e-9), cause
+        assert row["seconds"] == pytest.approx(true, abs=gaps * half), cause
+        # The interval is what is promised; where operations end together it is far better than that.
+        assert row["seconds"] == pytest.approx(true, abs=5e-6), cause
+    assert off["bubble"]["fraction"] == pytest.approx(exact["bubble"]["fraction"], abs=1e-3)
+
+
+@pytest.mark.parametrize("clocks", sorted(CLOCKS))
+def test_no_cause_is_invented_by_clocks_that_drift(tmp_path: Path, clocks: str) -> None:
+    """Stamps that are corrected by a line are a nanosecond off: a send seems to begin before its producer ends. It is
+    not a host that waited all that operation long, and a transfer is never negative."""
+    truth = simulate(Shape(steps=3))
+    data = report(tmp_path, truth, Style(host=lambda rank: f"host{rank}", clock_ns=CLOCKS[clocks]))
+    window = sum(gpu["window"] for gpu in data["gpus"])
+    assert 0 <= data["causes"]["p2p_transfer"]["seconds"] < 0.005 * window
+    assert data["causes"]["host_launch"]["seconds"] < 0.001 * window
+    assert data["causes"]["stage_imbalance"]["seconds"] == pytest.approx(0.043 * window, rel=0.01)
+
+
+@pytest.mark.parametrize("without", [0, 2, 3])
+def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(tmp_path: Path, without: int) -> None:
+    truth = simulate(Shape(steps=3))
+    whole = report(tmp_path / "all", truth, Style(host=lambda rank: "host"))
+    data = report(tmp_path / "few", truth, Style(host=lambda rank: "host"), without=without)
+    assert data["source"]["missing_ranks"] == [without]
+    for cause in ("stage_imbalance", "slow_worker", "transient"):
+        assert data["causes"][cause]["seconds"] is None
+        assert data["causes"][cause]["sure"] == "unavailable"
+    there = {gpu["rank"]: gpu for gpu in whole["gpus"]}
+    for gpu in data["gpus"]:
+        assert gpu["busy"] == pytest.approx(there[gpu["rank"]]["busy"], abs=1e-9)
+        known = [v for v in gpu["causes"].values() if v is not None]
+        assert sum(known) == pytest.approx(gpu["idle"], abs=1e-6)
