@@ -79,8 +79,10 @@ def all_sets(run: Run, ranks: Int) -> dict[int, DeviceSets]:
     spans = run.spans
     order = np.argsort(spans.rank, kind="stable")
     sorted_rank = spans.rank[order]
-    result = {}
-    for rank in ranks:
-        low, high = np.searchsorted(sorted_rank, [rank, rank + 1])
-        result[int(rank)] = device_sets(spans.take(order[low:high].astype(np.int64)))
-    return result
+    # Of the same type: else every search would first convert the whole column.
+    wanted = ranks.astype(sorted_rank.dtype)
+    bounds = zip(*(np.searchsorted(sorted_rank, wanted, side).tolist() for side in ("left", "right")), strict=True)
+    return {
+        int(rank): device_sets(spans.take(order[low:high].astype(np.int64)))
+        for rank, (low, high) in zip(ranks, bounds, strict=True)
+    }

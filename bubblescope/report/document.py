@@ -326,24 +326,33 @@ def _p2p(a: Attribution) -> list[dict[str, Any]]:
     if not len(table):
         return []
     steps = table["step"].nunique()
-    rows = []
-    for key, part in table.groupby(["src", "dst", "direction"], sort=True):
-        src, dst, direction = tuple(key) if isinstance(key, tuple) else (key,)
-        seen = part[part["exact"] & (part["bytes"] > 0) & (part["transfer_s"] > 0)]
-        rows.append(
-            {
-                "src": int(str(src)),
-                "dst": int(str(dst)),
-                "direction": str(direction),
-                "count": round(len(part) / steps),
-                "wait": float(part["wait_s"].sum() / steps),
-                "transfer": float(part["transfer_s"].sum() / steps),
-                "bytes": int(part["bytes"].median()) if (part["bytes"] >= 0).any() else None,
-                "gbps": float(seen["bytes"].sum() * 8 / seen["transfer_s"].sum() / 1e9) if len(seen) else None,
-                "exact_share": float(part["exact"].mean()),
-            }
-        )
-    return rows
+    seen = table["exact"].astype(bool) & (table["bytes"] > 0) & (table["transfer_s"] > 0)
+    table = table.assign(bits=table["bytes"].where(seen, 0) * 8, seen_s=table["transfer_s"].where(seen, 0.0))
+    routes = table.groupby(["src", "dst", "direction"], sort=True).agg(
+        count=("step", "size"),
+        wait=("wait_s", "sum"),
+        transfer=("transfer_s", "sum"),
+        bytes=("bytes", "median"),
+        most=("bytes", "max"),
+        bits=("bits", "sum"),
+        seen_s=("seen_s", "sum"),
+        exact_share=("exact", "mean"),
+    )
+    found: list[dict[Any, Any]] = routes.reset_index().to_dict("records")
+    return [
+        {
+            "src": int(row["src"]),
+            "dst": int(row["dst"]),
+            "direction": str(row["direction"]),
+            "count": round(row["count"] / steps),
+            "wait": float(row["wait"]) / steps,
+            "transfer": float(row["transfer"]) / steps,
+            "bytes": int(row["bytes"]) if row["most"] >= 0 else None,
+            "gbps": float(row["bits"] / row["seen_s"] / 1e9) if row["seen_s"] > 0 else None,
+            "exact_share": float(row["exact_share"]),
+        }
+        for row in found
+    ]
 
 
 def _cost(a: Attribution, options: ReportOptions, gpus: list[dict[str, Any]], causes: dict[str, Any]) -> dict[str, Any]:
