@@ -19,6 +19,7 @@ from bubblescope.views import csv as csv_view
 from bubblescope.views import format as fmt
 from bubblescope.views import json as json_view
 from bubblescope.views.figures.causes import stairs
+from bubblescope.views.html import parts
 from bubblescope.views.summary import first_screen, headline, lost_hours, reasons, top_actions
 from bubblescope.views.words import CAUSES, RATIOS
 from tests.support import fake_report
@@ -124,7 +125,7 @@ def test_the_page_is_the_same_bytes_for_the_same_report_and_clock(report: FakeRe
 def test_the_page_is_small_enough_and_names_no_other_place(report: FakeReport) -> None:
     page = html.render(report)
     assert len(page.encode()) < 7_000_000
-    ours = page.replace(html._plotly(), "")
+    ours = page.replace(parts.plotly(), "")
     assert "http:" not in ours.replace("http://www.w3.org/2000/svg", "") and "https:" not in ours
     policy = page.split('http-equiv="Content-Security-Policy" content="')[1].split('"')[0]
     assert "default-src &#39;none&#39;" in policy and "unsafe" not in policy
@@ -162,7 +163,7 @@ def test_of_too_many_gpus_the_timeline_keeps_the_busiest_of_each_stage(monkeypat
 
 def test_hostile_names_are_inert_in_the_page(hostile: FakeReport) -> None:
     page = html.render(hostile)
-    ours = page.replace(html._plotly(), "")
+    ours = page.replace(parts.plotly(), "")
     assert "<script>alert(1)" not in ours
     assert "<img src=x" not in ours
     assert "\x1b" not in page and "\u202e" not in page
@@ -245,3 +246,26 @@ def test_numbers_are_written_one_way() -> None:
     assert fmt.milliseconds(0.0000123) == "0.012"
     assert fmt.plain("a\u2028b\x9b") == "a\\u2028b\\x9b"
     assert fmt.moment("yesterday\x1b") == "yesterday\\x1b"
+
+
+def test_a_gap_whose_other_end_is_unknown_keeps_its_length_and_no_invented_parts(report: FakeReport) -> None:
+    import base64
+    import zlib
+
+    from bubblescope.views.html import payload
+
+    gaps = report.gaps.assign(**dict.fromkeys(fake_report.RUNGS, float("nan")))
+    made = payload.timeline(FakeReport(**{**report.__dict__, "gaps": gaps}))
+    block = made.content["steps"][0]
+    raw = zlib.decompress(base64.b64decode(block["data"]))
+
+    def column(name: str, dtype: str) -> Any:
+        _, at, count = block["columns"][name]
+        return np.frombuffer(raw, dtype, count, at)
+
+    assert not column("gap_known", "u1").any()
+    length = column("gap_end", "<i4") - column("gap_start", "<i4")
+    first = report.gaps[report.gaps["step"] == block["step"]]
+    assert length.sum() * made.content["unit"] == pytest.approx(
+        float((first["end_s"] - first["start_s"]).sum()), rel=1e-6
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,10 @@ class Slice:
     text: str
 
 
-def page(report: ReportLike, now: datetime | None) -> Page:
+def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = None) -> Page:
+    """only: the steps that the timeline offers, None = as many as fit."""
     data = report.data
-    drawn = timeline(report)
+    drawn = timeline(report, only)
     return Page(
         {
             "screen": first_screen(report),

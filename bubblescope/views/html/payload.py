@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +72,16 @@ class _Scale:
         return np.diff(reached, axis=1, prepend=0.0).astype("<i4")
 
 
-def timeline(report: ReportLike) -> Timeline:
-    """Steps of the timeline in order, as many as fit `BUDGET`: the typical step first, then the outliers."""
+def timeline(report: ReportLike, only: Sequence[int] | None = None) -> Timeline:
+    """Steps of the timeline in order, as many as fit `BUDGET`: the typical step first, then the outliers.
+
+    only: steps to choose from, without the ideal one; None = all and the ideal.
+    """
     gpus = sorted((-1 if g["stage"] is None else g["stage"], g["rank"]) for g in report.data.get("gpus") or [])
     made = Timeline()
     scale = _Scale(_unit(report.steps))
     texts = _Texts()
-    kept, blocks = _fit(report, gpus, scale, texts, made.notices)
+    kept, blocks = _fit(report, _by_priority(report) if only is None else list(only), gpus, scale, texts, made.notices)
     made.content = {
         "unit": scale.unit_s,
         "rows": [[rank, stage] for stage, rank in kept],
@@ -86,7 +90,7 @@ def timeline(report: ReportLike) -> Timeline:
         "rungs": list(RUNGS),
         "typical": typical_step(report),
         "steps": [blocks[step] for step in sorted(blocks)],
-        "ideal": _ideal(report, scale, texts),
+        "ideal": _ideal(report, scale, texts) if only is None else None,
         "texts": list(texts.index),
         "causes": [{"name": c.name, "label": c.label, "colour": c.colour, "pattern": c.pattern} for c in CAUSES],
     }
@@ -102,9 +106,8 @@ def _unit(steps: pd.DataFrame) -> float:
 
 
 def _fit(
-    report: ReportLike, gpus: list[tuple[int, int]], scale: _Scale, texts: _Texts, notices: list[str]
+    report: ReportLike, steps: list[int], gpus: list[tuple[int, int]], scale: _Scale, texts: _Texts, notices: list[str]
 ) -> tuple[list[tuple[int, int]], dict[int, dict[str, Any]]]:
-    steps = _by_priority(report)
     blocks: dict[int, dict[str, Any]] = {}
     kept, used = gpus, 0
     tables = {name: dict(list(getattr(report, name).groupby("step"))) for name in ("ops", "gaps", "messages")}
@@ -199,14 +202,18 @@ def _gaps(table: pd.DataFrame, row_of: dict[int, int], origin: float, scale: _Sc
     table = table[table["rank"].isin(row_of) & (table["end_s"] > table["start_s"])]
     order = np.lexsort((table["start_s"].to_numpy(), _rows(table, "rank", row_of)))
     table = table.iloc[order]
-    rungs = scale.parts(table[list(RUNGS)].to_numpy(dtype=float))
+    waited = table[list(RUNGS)].to_numpy(dtype=float)
+    known = np.isfinite(waited).all(axis=1)
+    rungs = scale.parts(np.where(known[:, None], waited, 0.0))
     start = scale.to_int(table["start_s"].to_numpy() - origin)
-    causes = scale.parts(table[[c.name for c in CAUSES]].to_numpy(dtype=float))
+    length = scale.to_int((table["end_s"] - table["start_s"]).to_numpy())
+    causes = scale.parts(np.nan_to_num(table[[c.name for c in CAUSES]].to_numpy(dtype=float)))
     which_gap, which_cause = np.nonzero(causes)
     code = {c.name: i for i, c in enumerate(CAUSES)}
     return {
         "gap_row": _rows(table, "rank", row_of), "gap_start": start,
-        "gap_end": start + rungs.sum(axis=1, dtype=np.int32),
+        "gap_end": start + np.where(known, rungs.sum(axis=1, dtype=np.int32), length).astype("<i4"),
+        "gap_known": known.astype("u1"),
         "gap_cause": table["cause"].map(code).fillna(len(CAUSES) - 1).to_numpy().astype("u1"),
         "gap_phase": table["phase"].map({p: i for i, p in enumerate(PHASES)}).fillna(1).to_numpy().astype("u1"),
         "gap_before": texts.of(table["before"]),

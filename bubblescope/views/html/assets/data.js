@@ -20,7 +20,7 @@
     return first;
   }
 
-  const kept = new Map();
+  const kept = new WeakMap();
 
   // A step with, for each row, the range of its operations and gaps; unpacked once.
   async function load(block, rowCount) {
