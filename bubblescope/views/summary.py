@@ -129,10 +129,15 @@ def unavailable(data: dict[str, Any], *hints: str) -> str:
     for hint in hints:
         for warning in warnings:
             if hint in f"{warning.get('code', '')} {warning.get('message', '')}":
-                return f"unavailable, because {fmt.plain(warning['message'])}"
+                return f"unavailable, because {_first_clause(warning)}"
     if warnings:
-        return f"unavailable, because {fmt.plain(warnings[0]['message'])}"
+        return f"unavailable, because {_first_clause(warnings[0])}"
     return "unavailable, because the input does not show it"
+
+
+def _first_clause(warning: dict[str, Any]) -> str:
+    """The notices hold the whole message; a sentence that cites it needs its reason only."""
+    return fmt.plain(str(warning.get("message", "")).split(";")[0].removesuffix("."))
 
 
 def mean_causes(data: dict[str, Any]) -> dict[str, float | None]:
@@ -185,9 +190,16 @@ def _lost(data: dict[str, Any]) -> str:
     whose = "one GPU's time" if gpus == 1 else f"{gpus:,} GPUs' time"
     if loss is None:
         return f"How much of {whose} is lost to pipeline bubbles is {unavailable(data, 'fraction', 'idle')}"
-    if loss.what == "idle":
-        return f"{fmt.percent(loss.share)} of {whose} is idle"
-    return f"{fmt.percent(loss.share)} of {whose} is lost to pipeline bubbles"
+    what = "is idle" if loss.what == "idle" else "is lost to pipeline bubbles"
+    return f"{fmt.percent(loss.share)} of {whose} {what}{_judging(data)}"
+
+
+def _judging(data: dict[str, Any]) -> str:
+    """Says when a few GPUs stand for all."""
+    seen = len(data.get("gpus") or [])
+    if not 0 < seen < gpu_count(data):
+        return ""
+    return f", judging by the {seen:,} seen" if seen > 1 else ", judging by the only one seen"
 
 
 def span_words(data: dict[str, Any]) -> str:

@@ -217,4 +217,6 @@ def test_printing_shows_the_charts_on_white(visit: Any, path_of: Any, screenshot
     found.page.emulate_media(media="print", color_scheme="dark")
     assert found.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert found.page.is_hidden("nav")
+    ink = "document.querySelector('#chart-causes .ytick text').style.fill"
+    found.page.wait_for_function(f"{ink} === 'rgb(17, 17, 17)'")
     screenshot(found.page, "print")

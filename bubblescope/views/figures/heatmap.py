@@ -23,8 +23,10 @@ def heatmap_figure(report: ReportLike) -> go.Figure:
     few = len(table) <= 24
     figure = empty_figure(120 + (34 if few else 16) * max(1, len(table)))
     top = max((abs(v) for row in cells for v in row if v is not None), default=1.0) * 1e3
+    if not causes:
+        return figure
     figure.add_heatmap(
-        x=[c.label for c in causes], y=[f"stage {s}" for s in table],
+        x=[c.label for c in causes], y=[f"stage {s}" if s >= 0 else "stage ?" for s in table],
         z=[[None if v is None else v * 1e3 for v in row] for row in cells], zmin=-top, zmax=top, zmid=0,
         text=[[fmt.milliseconds(v) for v in row] for row in cells], texttemplate="%{text}" if few else "",
         colorscale=[[0, "#2566b0"], [0.5, "#f4f5f7"], [1, "#d55e00"]], xgap=2, ygap=2,

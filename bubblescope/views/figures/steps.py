@@ -17,6 +17,8 @@ def steps_figure(report: ReportLike) -> go.Figure:
     """One bar a step: busy below, idle above; outliers carry a diamond."""
     steps = report.steps
     figure = empty_figure(300, "step", "ms per step")
+    if not len(steps):
+        return figure
     number, length = steps["step"].tolist(), steps["seconds"].to_numpy(dtype=float) * 1e3
     idle = length * steps["idle_fraction"].to_numpy(dtype=float)
     figure.add_bar(x=number, y=length - idle, name="busy", marker={"color": WORK["B"]},

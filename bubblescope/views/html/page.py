@@ -51,7 +51,7 @@ class Slice:
 def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = None) -> Page:
     """only: the steps that the timeline offers, None = as many as fit."""
     data = report.data
-    drawn = timeline(report, only)
+    drawn, figures = timeline(report, only), _figures(report)
     return Page(
         {
             "screen": first_screen(report),
@@ -73,13 +73,18 @@ def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = 
             "actions": best_actions(data),
             "whatif": _whatif(data),
             "currency": fmt.plain(value(data, "cost", "currency") or ""),
-            "has_causes": mean_gpu(data, "busy") is not None,
+            "charts": [name for name, made in figures.items() if made["data"]],
+            "missing": capital(unavailable(data, "fraction")),
             "steps_shown": [(b["step"], b["outlier"]) for b in drawn.content["steps"]],
             "typical": drawn.content["typical"],
             "has_ideal": drawn.content["ideal"] is not None,
         },
-        {"timeline": drawn.content, "figures": _figures(report), "whatif": _whatif(data)},
+        {"timeline": drawn.content, "figures": figures, "whatif": _whatif(data)},
     )
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _figures(report: ReportLike) -> dict[str, Any]:

@@ -76,13 +76,17 @@ def _idle_share(gpus: list[dict[str, Any]]) -> str:
     return fmt.percent(sum(float(i or 0) for i, _ in pairs) / sum(float(w or 0) for _, w in pairs))
 
 
+def _stage(stage: int | None) -> str:
+    return f"stage {stage}" if stage is not None and stage >= 0 else "not known"
+
+
 def stages(report: ReportLike) -> Table:
     by_stage: dict[int, list[dict[str, Any]]] = {}
     for gpu in report.data.get("gpus") or []:
         by_stage.setdefault(-1 if gpu.get("stage") is None else gpu["stage"], []).append(gpu)
     rows = [
         (
-            f"stage {stage}" if stage >= 0 else "stage not known", _largest_cause(mine), str(len(mine)),
+            _stage(stage), _largest_cause(mine), str(len(mine)),
             _idle_share(mine), *(_column(mine, t) for t in _TIMES), *(_column(mine, "phases", p) for p in _PHASES),
         )
         for stage, mine in sorted(by_stage.items())
@@ -94,7 +98,7 @@ def stages(report: ReportLike) -> Table:
 def gpus(report: ReportLike) -> Table:
     everyone = sorted(report.data.get("gpus") or [], key=lambda g: (-(g.get("idle") or 0.0), g["rank"]))
     rows = [
-        (f"GPU {g['rank']}", f"stage {g['stage']}", _largest_cause([g]), _idle_share([g]),
+        (f"GPU {g['rank']}", _stage(g["stage"]), _largest_cause([g]), _idle_share([g]),
          *(_column([g], t) for t in _TIMES))
         for g in everyone
     ]  # fmt: skip
@@ -114,7 +118,7 @@ def waterfall(report: ReportLike) -> Table:
 def heatmap(report: ReportLike) -> Table:
     table = stage_causes(report)
     causes = [c for c in CAUSES if any(abs(row[c.name] or 0.0) > 1e-9 for row in table.values())]
-    rows = [(f"stage {s}", *(_or_unavailable(row[c.name]) for c in causes)) for s, row in table.items()]
+    rows = [(_stage(s), *(_or_unavailable(row[c.name]) for c in causes)) for s, row in table.items()]
     return Table("Idle time by stage and cause, in ms per GPU and step. Negative: the cause shortens the waiting.",
                  ("Stage", *(c.label for c in causes)), tuple(rows))  # fmt: skip
 

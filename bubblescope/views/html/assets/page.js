@@ -5,14 +5,22 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   let chosen = 0;
   function recolour() { bubblescope.repaint?.(); bubblescope.redrawCharts(); }
+  function applyTheme() { if (chosen) root.dataset.theme = ORDER[chosen]; else delete root.dataset.theme; recolour(); }
+  // Paper is white: what the scripts draw must be drawn again for it, and again afterwards.
+  function print(on) {
+    if (!on) return applyTheme();
+    root.dataset.theme = "light";
+    bubblescope.drawAllCharts();
+    bubblescope.repaint?.();
+  }
   button.addEventListener("click", () => {
     chosen = (chosen + 1) % ORDER.length;
-    if (chosen) root.dataset.theme = ORDER[chosen]; else delete root.dataset.theme;
     button.textContent = `Theme: ${ORDER[chosen]}`;
-    recolour();
+    applyTheme();
   });
   dark.addEventListener("change", recolour);
-  addEventListener("beforeprint", () => { bubblescope.drawAllCharts(); recolour(); });
-  addEventListener("afterprint", recolour);
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
+  matchMedia("print").addEventListener("change", (event) => print(event.matches));
   addEventListener("load", bubblescope.startCharts);
 })();

@@ -24,14 +24,17 @@
   let rows = [], hits = [];
 
   // ---- rows ------------------------------------------------------------------------------------------------
+  function labels(rank, stage) {
+    return byStage || stage < 0 ? { label: `GPU ${rank}`, small: "" } : { label: `stage ${stage}`, small: `GPU ${rank}` };
+  }
   function layout() {
     const stages = new Map();
     t.rows.forEach(([, stage], i) => stages.set(stage, [...(stages.get(stage) ?? []), i]));
     rows = [];
     for (const [stage, members] of stages) {
-      if (byStage) rows.push({ type: "stage", stage, members, height: 46, label: `stage ${stage}`, count: members.length });
+      if (byStage) rows.push({ type: "stage", stage, members, height: 46, label: stage < 0 ? "stage ?" : `stage ${stage}`, count: members.length });
       if (!byStage || state.open.has(stage)) {
-        for (const i of members) rows.push({ type: "gpu", index: i, height: byStage ? 16 : 30, label: byStage ? `GPU ${t.rows[i][0]}` : `stage ${stage}`, small: byStage ? "" : `GPU ${t.rows[i][0]}` });
+        for (const i of members) rows.push({ type: "gpu", index: i, height: byStage ? 16 : 30, ...labels(t.rows[i][0], stage) });
       }
     }
     if (state.ideal && state.showIdeal) {
@@ -256,11 +259,16 @@
     const s = state.step, place = new Map(rows.filter((r) => r.type === "gpu").map((r) => [r.index, AXIS + r.y - state.top + r.height / 2]));
     if (!s.message_src) return;
     let drawn = 0, hidden = 0;
+    context.save();
+    context.beginPath();
+    context.rect(gutter(), 0, canvas.clientWidth, canvas.clientHeight);
+    context.clip();
     for (let i = 0; i < s.message_src.length; i++) {
       if (s.message_send[i] > state.to || s.message_done[i] < state.from || !place.has(s.message_src[i]) || !place.has(s.message_dst[i])) continue;
       if (++drawn > MOST_ARROWS) { hidden++; continue; }
       arrow(toX(s.message_send[i]), place.get(s.message_src[i]), toX(s.message_done[i]), place.get(s.message_dst[i]), s.message_grad[i]);
     }
+    context.restore();
     say(hidden ? `${hidden} more P2P arrows are not drawn: zoom in.` : drawn || !byStage ? "" : "Open two neighbouring stages to see P2P arrows.");
   }
 
@@ -361,7 +369,8 @@
     draw();
   }
 
-  function who(rank, stage) { return `stage ${stage} (GPU ${rank})`; }
+  function who(rank, stage) { return stage < 0 ? `GPU ${rank}` : `stage ${stage} (GPU ${rank})`; }
+  const capital = (words) => words[0].toUpperCase() + words.slice(1);
 
   function rungWords(gap) {
     const s = state.step, producer = s.gap_producer[gap], op = t.texts[s.gap_producer_op[gap]];
@@ -385,16 +394,19 @@
     for (let i = s.partFirst[gap]; i < s.partFirst[gap + 1]; i++) causes.push([s.part_cause[i], s.part_amount[i] * t.unit]);
     causes.sort((a, b) => b[1] - a[1]);
     const printedCauses = split(causes.map((c) => c[1]), total);
-    const sentence = `Stage ${stage} (GPU ${rank}) waited ${printed.total} ${!before ? "at the end of the step" : /^[FBIW]\d/.test(before) ? `for ${before}` : `before ${before}`}: ${told.map((r) => `${r.text} ${r.words}`).join(", ")}.`;
+    const known = s.gap_known[gap] === 1;
+    const reasons = known ? `: ${told.map((r) => `${r.text} ${r.words}`).join(", ")}.` : ". What it waited for is unavailable: that needs both ends of its messages.";
+    const sentence = `${capital(who(rank, stage))} waited ${printed.total} ${!before ? "at the end of the step" : /^[FBIW]\d/.test(before) ? `for ${before}` : `before ${before}`}${reasons}`;
     story.hidden = false;
     story.replaceChildren(
       element("h3", {}, sentence),
       element("p", { class: "note" }, `Phase: ${t.phases[s.gap_phase[gap]]}. Starts ${seconds(s.gap_start[gap] * t.unit)} into step ${state.block.step}.`),
       element("div", { class: "two" },
-        element("div", {}, element("h4", {}, "What it waited for"), parts(told, total, printed.total, "story-rungs")),
+        !known ? "" : element("div", {}, element("h4", {}, "What it waited for"), parts(told, total, printed.total, "story-rungs")),
         element("div", {}, element("h4", {}, "Why: causes, signed"), parts(causes.map(([cause, value], i) => ({ value, text: printedCauses.parts[i], words: t.causes[cause].label, colour: t.causes[cause].colour })).filter((c) => c.text), total, printed.total, "story-causes"))),
       element("p", {}, element("button", { type: "button", class: "link", onclick: close }, "Close")));
     story.dataset.units = s.gap_end[gap] - s.gap_start[gap];
+    story.dataset.known = known;
     story.dataset.rungs = t.rungs.map((name) => s[`gap_${name}`][gap]).join(" ");
   }
 
@@ -421,9 +433,9 @@
     body.replaceChildren(...order.map((gap) => {
       const [rank, stage] = t.rows[s.gap_row[gap]], before = t.texts[s.gap_before[gap]];
       return element("tr", {},
-        element("th", { scope: "row" }, element("button", { type: "button", class: "link", onclick: () => { choose(gap); canvas.scrollIntoView({ block: "center" }); } }, `stage ${stage}, GPU ${rank}`)),
+        element("th", { scope: "row" }, element("button", { type: "button", class: "link", onclick: () => { choose(gap); canvas.scrollIntoView({ block: "center" }); } }, stage < 0 ? `GPU ${rank}` : `stage ${stage}, GPU ${rank}`)),
         element("td", {}, before || "end of step"), element("td", {}, t.phases[s.gap_phase[gap]]), element("td", {}, t.causes[s.gap_cause[gap]].label),
-        ...[s.gap_start[gap], s.gap_end[gap] - s.gap_start[gap], ...t.rungs.map((name) => s[`gap_${name}`][gap])].map((v) => element("td", { class: "n" }, milliseconds(v * t.unit))));
+        ...[s.gap_start[gap], s.gap_end[gap] - s.gap_start[gap], ...t.rungs.map((name) => (s.gap_known[gap] ? s[`gap_${name}`][gap] : null))].map((v) => element("td", { class: "n" }, v === null ? "unavailable" : milliseconds(v * t.unit))));
     }));
   }
 
@@ -510,7 +522,7 @@
   }
 
   // ---- start -----------------------------------------------------------------------------------------------
-  bubblescope.repaint = () => { readPalette(); draw(); };
+  bubblescope.repaint = () => { readPalette(); paint(); };
   new ResizeObserver(draw).observe(document.getElementById("lanes-frame"));
   (async () => {
     readPalette();
