@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
+from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
     Clock,
@@ -33,6 +34,7 @@ from bubblescope.model import (
     Spans,
 )
 from bubblescope.model.kinds import SHORT
+from bubblescope.model.layers import LayerTime
 
 Int = NDArray[np.int64]
 
@@ -399,7 +401,7 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
     parts = [_spans_of(file, names, notices) for file in files]
     clock, shifts = _clock(files)
     parts = [_shift(part, shift) for part, shift in zip(parts, shifts, strict=True)]
-    spans = Spans.concat(parts).sorted()
+    spans, layers = take_layers(Spans.concat(parts).sorted(), names)
     origin = int(spans.start_ns.min()) if len(spans) else 0
     spans = _shift(spans, -origin)
     layout = _layout(files, names, spans)
@@ -414,7 +416,7 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
         links=_links(spans),
         clock=clock,
         notices=tuple(notices),
-        source=_source(files, origin),
+        source=_source(files, origin, layers),
     )
 
 
@@ -423,7 +425,7 @@ def _some(values: Sequence[int]) -> str:
     return ", ".join(map(str, values[:8])) + more
 
 
-def _source(files: list[_File], origin: int) -> Source:
+def _source(files: list[_File], origin: int, layers: list[LayerTime]) -> Source:
     steps = [step for file in files for step in file.steps]
     warmup = sorted({step.step for step in steps if step.warmup and not step.eval})
     hits: Counter[str] = Counter()
@@ -444,6 +446,7 @@ def _source(files: list[_File], origin: int) -> Source:
             "versions": header.versions,
             "options": header.options,
             "complete": all(file.end is not None for file in files),
+            "layer_times": layers,
         },
     )
 

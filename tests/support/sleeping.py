@@ -39,6 +39,7 @@ class SleepRun:
     replicas: data-parallel pipelines. accumulate: schedule calls per optimizer step. optimizers: per step.
     out: recording folder, None = not recorded. profiler: folder for torch.profiler traces (``rank-0.json``).
     record_options: for `bubblescope.record`. fault: "raise-in-hook" or "other-optimizer" or "evaluate".
+    layers: 0 = a stage is one module; else a stage of factor f is a Sequential of f × so many equal layers.
     kill: (rank, step): that rank kills itself in mid-step. workers: DataLoader workers of the first stage.
     """
 
@@ -61,6 +62,7 @@ class SleepRun:
     kill: tuple[int, int] | None = None
     workers: int = -1
     no_optimizer: bool = False
+    layers: int = 0
 
     @property
     def world(self) -> int:
@@ -215,7 +217,13 @@ def build(run: SleepRun, rank: int) -> tuple[Any, list[Any], Any, bool, bool]:
         factor = run.scale.get(index, 1.0)
         backward_s = run.backward_s * factor
         weight_s = backward_s * run.weight_split
-        module = sleeping_stage(run.forward_s * factor, backward_s - weight_s, weight_s, index == 0)
+        count = round(run.layers * factor)
+        if count:
+            each = (run.forward_s / run.layers, (backward_s - weight_s) / count, weight_s / count)
+            parts = [sleeping_stage(*each, index == 0 and i == 0) for i in range(count)]
+            module = torch.nn.Sequential(*parts)
+        else:
+            module = sleeping_stage(run.forward_s * factor, backward_s - weight_s, weight_s, index == 0)
         parameters += list(module.parameters())
         stages.append(PipelineStage(module, index, run.virtual_stages, torch.device("cpu"), group=group))
     multi = run.schedule in MULTI

@@ -14,6 +14,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from bubblescope.capture.hooks.torch_common import group_name
+from bubblescope.capture.layers import LayerTimers
 from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
 
@@ -361,6 +362,8 @@ def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None
     inside = threading.local()
     described: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
     ranges = {name: (Label(Kind.STEP, name=name),) for name in ("step", "eval")}
+    layers = LayerTimers(recorder)
+    recorder.patches.on_restore(layers.end)
 
     def layout(schedule: Any) -> dict[str, Any]:
         stages = _stages(schedule)
@@ -373,16 +376,20 @@ def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None
     def before(schedule: Any) -> tuple[Any, int] | None:
         if getattr(inside, "busy", False):
             return None
+        recorder.framework = recorder.framework or "torch"
         recorder.schedule_begins(layout(schedule), bool(getattr(schedule, "_has_backward", True)))
         inside.busy = True
+        layers.begin(_stages(schedule))
         return schedule, perf_counter_ns()
 
     def abort(token: Any) -> None:
         inside.busy = False
+        layers.end()
         recorder.schedule_ends(failed=True)
 
     def after(token: tuple[Any, int], result: Any) -> None:
         inside.busy = False
+        layers.end()
         schedule, start = token
         if recorder.rule.current.sampled:
             name = "step" if getattr(schedule, "_has_backward", True) else "eval"
