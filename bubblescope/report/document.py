@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope._version import __version__
+from bubblescope.analysis import osdi
 from bubblescope.analysis.contention import contention
 from bubblescope.analysis.operations import PHASES, is_pipeline
 from bubblescope.cost import prices
-from bubblescope.model import Notice
+from bubblescope.errors import InputError
+from bubblescope.model import Notice, Run
 from bubblescope.replay.attribution import Attribution, has_phases
 from bubblescope.replay.causes import CAUSES
 from bubblescope.replay.savings import Saving, savings
@@ -48,6 +50,8 @@ def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[s
     notices += _unavailable(a, bubble, gpus)
     actions = advice.suggest(a, shape, found, cost, trusted=bool(replay_block["trusted"]))
     notices += actions.notices
+    extra, straggler_notices = _straggler(a.run)
+    notices += straggler_notices
     return {
         "schema_version": SCHEMA_VERSION,
         "bubblescope_version": __version__,
@@ -63,6 +67,7 @@ def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[s
         "clock": _clock(a),
         "cost": cost,
         "advice": actions.rows,
+        **extra,
     }
 
 
@@ -353,6 +358,31 @@ def _p2p(a: Attribution) -> list[dict[str, Any]]:
         }
         for row in found
     ]
+
+
+def _straggler(run: Run) -> tuple[dict[str, Any], list[Notice]]:
+    """For traces of the OSDI'25 paper its own figures, by its own rules, under ``straggler``; nothing for others."""
+    if run.source.format != "straggler":
+        return {}, []
+    try:
+        f = osdi.figures(run)
+    except InputError as error:
+        return {"straggler": None}, [Notice("straggler-unavailable", f"the OSDI'25 figures are unavailable: {error}")]
+    by_number = {"by_stage": f.by_stage, "by_replica": f.by_replica, "by_worker": f.by_worker}
+    figures = {
+        "slowdown": f.slowdown,
+        "waste": f.waste,
+        "stage_share": f.stage_share,
+        "worker_share": f.worker_share,
+        "measured_seconds": f.measured_s,
+        "replayed_seconds": f.replayed_s,
+        "ideal_seconds": f.ideal_s,
+        "by_type": f.by_type,
+        **{name: {str(key): value for key, value in scores.items()} for name, scores in by_number.items()},
+        "steps": f.steps,
+        "skipped_steps": list(f.skipped),
+    }
+    return {"straggler": figures}, []
 
 
 def _cost(a: Attribution, options: ReportOptions, gpus: list[dict[str, Any]], causes: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def print_summary(report: ReportLike, console: Console | None = None, path: str 
 def summary(report: ReportLike, path: str | Path | None = None) -> RenderableType:
     screen = first_screen(report)
     lines: list[RenderableType] = [_sentence(screen)]
-    lines += [*_bars(report), *_actions(screen), _trust(screen), *_notices(report)]
+    lines += [*_bars(report), *_actions(screen), *_osdi(report), _trust(screen), *_notices(report)]
     if path is not None:
         lines.append(Text.assemble(("report: ", "dim"), fmt.plain(path), overflow="fold"))
     return Group(*lines)
@@ -54,6 +54,19 @@ def _actions(screen: FirstScreen) -> list[RenderableType]:
         line = f"{number}. saves {action.saving}: {action.text}"
         found.append(Text(fmt.plain(line), no_wrap=True, overflow="ellipsis"))
     return found
+
+
+def _osdi(report: ReportLike) -> list[RenderableType]:
+    """The figures of "Understanding Stragglers" (OSDI'25), by that paper's rules, where the input is its traces."""
+    found = report.data.get("straggler")
+    if not found:
+        return []
+    worst = ", ".join(f"{kind} {number:.3f}" for kind, number in list(found["by_type"].items())[:2])
+    text = (
+        f"OSDI'25 rules: S {found['slowdown']:.4f}, waste {fmt.percent(found['waste'])}, "
+        f"M_S {found['stage_share']:.4f}, M_W {found['worker_share']:.4f}; worst types: {fmt.plain(worst)}"
+    )
+    return [Text(text, "dim", overflow="fold")]
 
 
 def _trust(screen: FirstScreen) -> Text:
