@@ -39,6 +39,7 @@ COMMANDS = {
         "bubblescope.cli.simulate:simulate",
         "Replay a schedule with the times you give: makespan, ratios, idle time by GPU and phase.",
     ),
+    "watch": Entry("bubblescope.cli.watch:watch", "A live page and Prometheus metrics while the job trains."),
     "whatif": Entry(
         "bubblescope.cli.whatif:whatif", "Predicted step time, hours and money of each change to a run, best first."
     ),

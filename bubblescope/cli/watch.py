@@ -1,0 +1,182 @@
+"""`bubblescope watch`: a live page and metrics over a recording that is being written."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bubblescope.cli.output import json_option, write_text
+from bubblescope.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from bubblescope.live.watcher import Watcher
+
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+MOST_OF_A_CORE = 0.25
+"""While a job trains, the watcher rests as long as it takes to stay below this share of one core."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where else the state goes after each refresh. labels: on every metric."""
+
+    textfile: Path | None
+    json_to: str | None
+    labels: dict[str, str]
+
+
+@click.command(
+    epilog="\b\nExample:\n"
+    "  bubblescope watch runs/x --price-per-gpu-hour 2.50\n"
+    "  bubblescope watch runs/x --prometheus-port 9410\n"
+    "  bubblescope watch runs/x --once --textfile /var/lib/prometheus/node-exporter/bubblescope.prom"
+)
+@click.argument("path", metavar="PATH")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8710, show_default=True, metavar="N", help="Of the page; 0 = any."
+)
+@click.option("--prometheus-port", type=click.IntRange(0, 65535), metavar="N", help="Serve /metrics there as well.")
+@click.option("--textfile", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write the metrics for node_exporter, whole or not at all.")  # fmt: skip
+@click.option("--price-per-gpu-hour", "price", type=click.FloatRange(min=0), metavar="P",
+              help="Your price; without one there are hours and no money.")  # fmt: skip
+@click.option("--currency", default="USD", show_default=True, metavar="C", help="Name beside the money.")
+@click.option("--steps", type=click.IntRange(2, 1000), default=20, show_default=True, metavar="N",
+              help="How many of the last steps the page and the gauges look at.")  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDR",
+              help="Address to bind to; any but this machine's own needs a token.")  # fmt: skip
+@click.option("--token", envvar="BUBBLESCOPE_TOKEN", metavar="T", show_envvar=True,
+              help="Ask for this token. The variable keeps it out of the list of processes.")  # fmt: skip
+@click.option("--label", "labels", multiple=True, metavar="NAME=VALUE", help="Label on every metric; may be repeated.")
+@click.option("--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, metavar="S",
+              help="Seconds between looks at the files, at least.")  # fmt: skip
+@click.option("--patience", type=click.FloatRange(0.5, 86400), default=10.0, show_default=True, metavar="S",
+              help="Seconds without a line after which a rank is silent (and five steps at least).")  # fmt: skip
+@click.option("--once", is_flag=True, help="Read what is there, write --textfile and --json, serve nothing.")
+@json_option
+def watch(
+    path: str,
+    port: int,
+    prometheus_port: int | None,
+    textfile: Path | None,
+    price: float | None,
+    currency: str,
+    steps: int,
+    host: str,
+    token: str | None,
+    labels: tuple[str, ...],
+    interval: float,
+    patience: float,
+    once: bool,
+    json_to: str | None,
+) -> None:
+    """Live page and metrics over a recording that is being written.
+
+    PATH is the folder that the recorder writes (or one file of it). Ctrl-C ends the watch; the training never
+    notices it.
+    """
+    _require_libraries()
+    from bubblescope.live.guard import check_token
+    from bubblescope.live.watcher import Watcher, WatchOptions
+
+    target = Path(path)
+    if not target.exists():
+        raise InputError("there is no such file or folder", hint="give the folder that the job records to", where=path)
+    check_token(host, token)
+    options = WatchOptions(steps=steps, patience_s=patience, price_per_gpu_hour=price, currency=currency)
+    watcher = Watcher(target, options)
+    outputs = Outputs(textfile, json_to, parse_labels(labels))
+    tell = _teller(watcher, outputs)
+    if once:
+        while watcher.refresh():
+            pass
+        tell()
+        return
+    ports = (port, *(() if prometheus_port is None else (prometheus_port,)))
+    with _served(watcher, outputs, host, token, ports), _until_terminated() as stop:
+        _follow(watcher, tell, stop, interval)
+
+
+def parse_labels(texts: tuple[str, ...]) -> dict[str, str]:
+    """``("run=large",)`` → ``{"run": "large"}``. Raises UsageError for what Prometheus would refuse.
+
+    >>> parse_labels(("run=large", "team=a=b"))
+    {'run': 'large', 'team': 'a=b'}
+    """
+    made = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        good = name.isascii() and name.isidentifier() and not name.startswith("__")
+        if not equals or not good or name in ("rank", "stage", "cause", "le", "state", "currency"):
+            raise UsageError(f"'{text}' is not a label", hint="it is NAME=VALUE, for example --label run=large")
+        made[name] = value
+    return made
+
+
+def _require_libraries() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"watch needs {', '.join(missing)}", hint="pip install 'bubblescope[live]'")
+
+
+def _teller(watcher: Watcher, outputs: Outputs) -> Callable[[], None]:
+    """A function that writes the newest snapshot to where it was asked for."""
+    from bubblescope.live import exporter, state
+
+    metrics = exporter.registry(lambda: watcher.snapshot, outputs.labels)
+
+    def tell() -> None:
+        if outputs.textfile is not None:
+            exporter.write_textfile(metrics, outputs.textfile)
+        if outputs.json_to is not None:
+            write_text(state.as_line(watcher.snapshot), outputs.json_to)
+
+    return tell
+
+
+@contextmanager
+def _served(watcher: Watcher, outputs: Outputs, host: str, token: str | None, ports: tuple[int, ...]) -> Iterator[None]:
+    from bubblescope.live import exporter, server
+    from bubblescope.live.page import Pages
+
+    metrics = exporter.registry(lambda: watcher.snapshot, outputs.labels)
+    site = server.Site(Pages(lambda: watcher.snapshot), metrics)
+    made = (server.page_app, server.metrics_app)
+    sockets = [server.listen(host, port) for port in ports]
+    apps = [
+        (server.guarded(make(site), host, token), bound)
+        for make, bound in zip(made, sockets, strict=False)
+    ]  # fmt: skip
+    with server.serving(apps, site.streams):
+        name = f"[{host}]" if ":" in host else host
+        click.echo(f"watching {watcher.follower.path}: http://{name}:{sockets[0].getsockname()[1]}/", err=True)
+        for bound in sockets[1:]:
+            click.echo(f"metrics: http://{name}:{bound.getsockname()[1]}/metrics", err=True)
+        yield
+
+
+@contextmanager
+def _until_terminated() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets: service managers end a watch that way, and that is no failure."""
+    stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _follow(watcher: Watcher, tell: Callable[[], None], stop: threading.Event, interval: float) -> None:
+    tell()
+    while not stop.is_set():
+        more = watcher.refresh()
+        tell()
+        stop.wait(0.0 if more else max(interval, watcher.snapshot.pass_seconds * (1 / MOST_OF_A_CORE - 1)))
