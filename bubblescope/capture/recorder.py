@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from bubblescope.capture import environment, hooks
+from bubblescope.capture.hostclocks import HostClocks
 from bubblescope.capture.patching import PatchSet, log
 from bubblescope.capture.steps import Label, StepBuffer, StepRule, columns
 from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
@@ -36,11 +38,17 @@ _HOST_LANES = (Lane.HOST, Lane.RANGE)
 @dataclass(frozen=True)
 class Options:
     """every: record one step in so many. warmup: first steps flagged, which analysis leaves out.
-    max_steps: stop recording after so many recorded steps; None = until stopped."""
+    max_steps: stop recording after so many recorded steps; None = until stopped.
+    framework: whose hooks, a key of `hooks.CHOICES`. ranks: global ranks that record; None = all.
+    launched: nobody asked for it in this process (`bubblescope run`): it imports no framework itself, and writes
+    nothing unless this process turns out to be a rank that runs a pipeline."""
 
     every: int = 1
     warmup: int = 1
     max_steps: int | None = None
+    framework: str = "auto"
+    ranks: frozenset[int] | None = None
+    launched: bool = False
 
     def __post_init__(self) -> None:
         for name in ("every", "max_steps"):
@@ -84,6 +92,7 @@ class Recorder:
         self._own_ns = 0
         self._told = 0
         self._error = ""
+        self._host_clocks: HostClocks | None = None
 
     # ---- life
 
@@ -98,6 +107,7 @@ class Recorder:
         warning = connections_warning()
         if warning and self.options.every == 1:
             self.patches.warn(warning)
+        hooks.require_torch()
         hooks.install(self)
         self.running = True
         _active = self
@@ -125,8 +135,14 @@ class Recorder:
             if self._timer is not None:
                 for buffer in self._timer.drain(wait_s=2.0):
                     self._submit(buffer)
-            self._start_writer()
-            self.writer.submit(self._end_line)
+            if self.options.launched and not self.writer.started:
+                return  # this process ran no pipeline
+            if not self._start_writer():
+                return
+        self.ending()
+        if self._host_clocks is not None:
+            self._host_clocks.stop()
+        self.writer.submit(self._end_line)
         self.writer.close()
 
     def abandon(self) -> None:
@@ -137,6 +153,16 @@ class Recorder:
         self.writer.abandon()
         atexit.unregister(self.stop)
         self.patches.restore()
+
+    def adopt(self) -> None:
+        """In a forked child of a process that was launched and ran no pipeline: this one may be the rank."""
+        self._lock = threading.RLock()
+        self.rule.current.events.clear()
+
+    def ending(self) -> None:
+        """The job is about to end its process group: the last moment to compare clocks over it."""
+        if self._host_clocks is not None:
+            self._host_clocks.end()
 
     # ---- what hooks ask
 
@@ -187,7 +213,8 @@ class Recorder:
             if layout is not self._layout and layout != self._layout:
                 self._layout = layout
                 self._chunks = {stage: i for i, stage in enumerate(sorted(layout["stages"]))}
-                self._start_writer()
+                if not self._start_writer():
+                    return
                 self.writer.submit(partial(_layout_line, dict(layout)))
             self.rule.schedule_begins(layout["microbatches"], training)
 
@@ -231,7 +258,8 @@ class Recorder:
             self.stop()
 
     def _submit(self, buffer: StepBuffer) -> None:
-        self._start_writer()
+        if not self._start_writer():
+            return
         line = partial(_step_line, buffer, self._account())
         if not self.writer.submit(line):
             self.drop("queue-full", len(buffer.events))
@@ -266,10 +294,17 @@ class Recorder:
             made["warnings"] = warnings
         return made
 
-    def _start_writer(self) -> None:
+    def _start_writer(self) -> bool:
+        """Open the file; False when this process turns out to be none of the ranks that record."""
         if self.writer.started:
-            return
+            return True
         rank, world = environment.rank_and_world()
+        if self.options.launched:
+            if environment.owned_by_another(rank) or rank not in (self.options.ranks or (rank,)):
+                self.abandon()
+                return False
+            environment.mark_owner(rank)
+            _stop_before_workers_exit(self.stop)
         header = {
             "kind": "header",
             "schema_version": SCHEMA_VERSION,
@@ -286,6 +321,12 @@ class Recorder:
             **environment.describe_process(),
         }
         self.writer.start(rank, partial(_header_line, self.folder, header))
+        self._host_clocks = HostClocks(rank, world or 1, environment.host_key(), self._write_clock)
+        self._host_clocks.start()
+        return True
+
+    def _write_clock(self, line: dict[str, Any]) -> None:
+        self.writer.submit(lambda: line)
 
     def _end_line(self) -> dict[str, Any]:
         return {
@@ -304,6 +345,13 @@ def _header_line(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
     job = {key: header[key] for key in ("schema_version", "world", "job", "framework", "versions", "host")}
     write_job_file(folder, header["rank"], {**job, "started_ns": header["clock"][1]})
     return header
+
+
+def _stop_before_workers_exit(stop: Callable[[], None]) -> None:
+    """Processes that multiprocessing forked (mp.spawn, mp.start_processes) end without calling atexit."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.Finalize(None, stop, exitpriority=100)
 
 
 def _layout_line(layout: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +376,11 @@ def active() -> Recorder | None:
 
 
 def _after_fork_in_child() -> None:
-    if _active is not None:
+    if _active is None:
+        return
+    if _active.options.launched and not _active.writer.started:
+        _active.adopt()
+    else:
         _active.abandon()
 
 

@@ -157,6 +157,7 @@ def _hooks(found: Findings) -> None:
 
     trial = Recorder("unused")
     try:
+        importlib.import_module("torch.distributed.pipelining")
         hooks.install(trial)
     finally:
         trial.patches.restore()

@@ -35,6 +35,7 @@ COMMANDS = {
     "demo": Entry("bubblescope.cli.demo:demo", "Train a small pipeline here, record it, report its bubbles."),
     "diff": Entry("bubblescope.cli.diff:diff", "Two runs: what changed per cause, with the noise beside it."),
     "doctor": Entry("bubblescope.cli.doctor:doctor", "What can be recorded on this machine, and what is missing."),
+    "run": Entry("bubblescope.cli.run:run", "Your own launch command, with the recorder loaded in every rank."),
     "simulate": Entry(
         "bubblescope.cli.simulate:simulate",
         "Replay a schedule with the times you give: makespan, ratios, idle time by GPU and phase.",

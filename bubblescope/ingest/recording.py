@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
+from bubblescope.ingest import hostclocks
 from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
@@ -129,7 +130,7 @@ class _End(msgspec.Struct, tag="end", tag_field="kind"):
     warnings: list[str] = []
 
 
-_Line = _Header | _Layout | _Step | _End
+_Line = _Header | _Layout | _Step | _End | hostclocks.Reading
 _decoder = msgspec.json.Decoder(_Line)
 
 
@@ -142,6 +143,7 @@ class _File:
     layout: _Layout | None = None
     steps: list[_Step] = field(default_factory=list)
     end: _End | None = None
+    readings: list[hostclocks.Reading] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
     @property
@@ -307,6 +309,11 @@ def _take(path: Path, raw: bytes, made: _File | None) -> tuple[_File | None, str
     if isinstance(line, _End):
         made.end = line
         return made, ""
+    if isinstance(line, hostclocks.Reading):
+        if not hostclocks.sane(line):
+            return made, "an impossible clock reading"
+        made.readings.append(line)
+        return made, ""
     problem = _step_problem(line)
     if not problem:
         made.steps.append(line)
@@ -399,8 +406,8 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
         notices.extend(_file_notices(file))
     notices.extend(_rank_notices(files))
     parts = [_spans_of(file, names, notices) for file in files]
-    clock, shifts = _clock(files)
-    parts = [_shift(part, shift) for part, shift in zip(parts, shifts, strict=True)]
+    clock, moves = _clock(files)
+    parts = [move(part) for part, move in zip(parts, moves, strict=True)]
     spans, layers = take_layers(Spans.concat(parts).sorted(), names)
     origin = int(spans.start_ns.min()) if len(spans) else 0
     spans = _shift(spans, -origin)
@@ -591,19 +598,57 @@ def envelope(times: Int, bounds: Int) -> tuple[int, int, float]:
     return centre, int(np.median(residual)), drift
 
 
-def _clock(files: list[_File]) -> tuple[Clock, list[int]]:
-    """One anchor for each host: its ranks share a clock, and must not be moved against each other."""
+def _clock(files: list[_File]) -> tuple[Clock, list[_Move]]:
+    """What to add to each file's times. Ranks of one host share a clock, and must not be moved against each other."""
     anchors: dict[str, tuple[int, str]] = {}
+    readings: dict[str, list[hostclocks.Reading]] = {}
     for file in files:
         perf, wall = file.header.clock
         anchors.setdefault(file.host_key, (wall - perf, file.header.host))
+        readings.setdefault(file.host_key, []).extend(file.readings)
+    related = hostclocks.relations(readings) if len(anchors) > 1 else None
+    if related is not None and related[0] in anchors:
+        return _related(files, anchors, *related)
     one = len(anchors) == 1
     hosts = tuple(
         HostClock(host, 0 if one else offset, 0.0, 0 if one else None, 0 if one else None)
         for offset, host in anchors.values()
     )
     how = "all ranks share one host's clock" if one else "each host's own wall clock; nothing bounds their offsets"
-    return Clock(hosts, one, how), [anchors[file.host_key][0] for file in files]
+    return Clock(hosts, one, how), [_Move(hostclocks.Relation(), anchors[file.host_key][0]) for file in files]
+
+
+def _related(
+    files: list[_File],
+    anchors: dict[str, tuple[int, str]],
+    reference: str,
+    relations: dict[str, hostclocks.Relation],
+) -> tuple[Clock, list[_Move]]:
+    """All hosts on the clock of rank 0's, by the readings that the job took."""
+    base = anchors[reference][0]
+    hosts = []
+    for key, (own, host) in anchors.items():
+        found = relations[key]
+        # Against this host's own wall clock, so that the figure means something to people.
+        offset = found.offset_ns + base - own
+        hosts.append(HostClock(host, offset, found.drift, offset - found.half_ns, offset + found.half_ns))
+    how = "rank 0's clock, read over the job's store at the start and the end"
+    return Clock(tuple(hosts), True, how), [_Move(relations[file.host_key], base) for file in files]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """From a rank's monotonic time to Unix time on the reference host's clock."""
+
+    relation: hostclocks.Relation
+    base_ns: int
+
+    def __call__(self, spans: Spans) -> Spans:
+        start, end = spans.start_ns, spans.end_ns
+        return spans.with_columns(
+            start_ns=start + self.relation.at(start) + self.base_ns,
+            end_ns=end + self.relation.at(end) + self.base_ns,
+        )
 
 
 # ---- layout

@@ -1,7 +1,8 @@
 """Which frameworks have hooks. A new framework is one file here and one line in `REGISTRY`.
 
 A hook module defines ``install(recorder)``, which patches through ``recorder.patches`` (reversible, guarded), and
-``knows(thing)``, whether an object given to `bubblescope.instrument` is that framework's.
+``knows(thing)``, whether an object given to `bubblescope.instrument` is that framework's. It is called when the
+module named beside it has been imported by the job, be that before or after recording started.
 """
 
 from __future__ import annotations
@@ -9,39 +10,63 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bubblescope.capture.imports import when_imported
 from bubblescope.errors import UsageError
 
 if TYPE_CHECKING:
     from bubblescope.capture.recorder import Recorder
 
 REGISTRY: dict[str, tuple[str, str]] = {
-    # name: (module that must be importable, our hook module)
+    # name: (module whose import brings what is patched, our hook module)
     "torch-common": ("torch", "bubblescope.capture.hooks.torch_common"),
-    "torch": ("torch", "bubblescope.capture.hooks.torch_pipelining"),
+    "torch": ("torch.distributed.pipelining", "bubblescope.capture.hooks.torch_pipelining"),
+    "torchtitan": ("torchtitan", "bubblescope.capture.hooks.torchtitan"),
+    "megatron": ("megatron.core.pipeline_parallel.schedules", "bubblescope.capture.hooks.megatron"),
+    "deepspeed": ("deepspeed.runtime.pipe.engine", "bubblescope.capture.hooks.deepspeed"),
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    # what `bubblescope run --framework` takes: entries of REGISTRY beside torch-common
+    "auto": ("torch", "torchtitan", "megatron", "deepspeed"),
+    "torch": ("torch", "torchtitan"),
+    "megatron": ("megatron",),
+    "deepspeed": ("deepspeed",),
 }
 
 
+def triggers(choice: str) -> list[str]:
+    """Modules whose import tells that this process may run a pipeline (torchtitan runs torch's)."""
+    return [REGISTRY[name][0] for name in CHOICES[choice] if name != "torchtitan"]
+
+
 def install(recorder: Recorder) -> None:
-    """Install the hooks of every framework that is importable here. Raises UsageError when there is none."""
-    installed = []
-    for name, (needed, module) in REGISTRY.items():
-        if needed in sys.modules or importlib.util.find_spec(needed) is not None:
-            importlib.import_module(module).install(recorder)
-            installed.append(name)
-    if not installed:
+    """Install the hooks of what is imported already; those of the rest follow when the job imports it."""
+    for name in ("torch-common", *CHOICES[recorder.options.framework]):
+        trigger, module = REGISTRY[name]
+        cancel = when_imported(trigger, partial(_install_one, recorder, module))
+        recorder.patches.on_restore(cancel)
+
+
+def _install_one(recorder: Recorder, module: str) -> None:
+    importlib.import_module(module).install(recorder)
+
+
+def require_torch() -> None:
+    """Raises UsageError where there is no torch: then nothing can ever be recorded."""
+    if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
         raise UsageError(
             "there is no training framework to record in this Python environment",
             hint="pip install 'bubblescope[torch]'",
         )
-    recorder.framework = installed[-1]
 
 
 def framework_of(thing: Any) -> str | None:
     """Name in `REGISTRY` of the framework whose schedule or engine this is; None when unknown."""
-    for name, (needed, module) in REGISTRY.items():
-        if needed in sys.modules and importlib.import_module(module).knows(thing):
+    for name, (trigger, module) in REGISTRY.items():
+        if trigger in sys.modules and importlib.import_module(module).knows(thing):
             return name
     return None
 

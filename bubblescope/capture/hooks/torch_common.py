@@ -39,10 +39,11 @@ def knows(thing: Any) -> bool:
 
 
 def install(recorder: Recorder) -> None:
-    """Hook optimizer, DataLoader and collectives."""
+    """Hook optimizer, DataLoader, collectives and the end of the process group."""
     _hook_optimizers(recorder)
     _hook_data_loading(recorder)
     _hook_collectives(recorder)
+    _hook_end(recorder)
 
 
 def _hook_optimizers(recorder: Recorder) -> None:
@@ -159,6 +160,26 @@ def _hook_collective(recorder: Recorder, state: _Collectives, dist: Any, name: s
     recorder.patches.replace(module, name, replacement)
     if getattr(dist, name, None) is function:
         recorder.patches.replace(dist, name, replacement)
+
+
+def _hook_end(recorder: Recorder) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    owner = dist.distributed_c10d
+    wrapper = recorder.patches.wrapped(
+        owner,
+        "destroy_process_group",
+        "destroy_process_group",
+        needs=(),
+        before=recorder.ending,
+        after=lambda token, result: None,
+    )
+    if wrapper is None:
+        return
+    for place in (owner, dist):
+        recorder.patches.replace(place, "destroy_process_group", wrapper)
 
 
 def _unless_compiling(original: Any, measured: Any) -> Any:

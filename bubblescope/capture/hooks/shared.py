@@ -1,0 +1,154 @@
+"""What the hooks of several frameworks need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bubblescope.capture.steps import Event, Label
+from bubblescope.model.kinds import Kind, Lane
+
+if TYPE_CHECKING:
+    from bubblescope.capture.recorder import Recorder
+
+_DEVICE_LANES = (Lane.COMPUTE, Lane.WAIT, Lane.POST, Lane.COPY)
+_TENSORS_PER_MESSAGE = 64
+
+
+def message_number(microbatch: int, consumer: int, stages: int, is_grad: bool, index: int = 0) -> int:
+    """The number by which the reader knows both ends of a message (`Spans.seq`), as torch's hooks make it.
+
+    consumer: global stage that uses the message. index: of the tensor within the message.
+
+    >>> message_number(1, 2, 4, False), message_number(1, 2, 4, True)
+    (768, 832)
+    """
+    number = ((microbatch * stages + consumer) * 2 + is_grad) * _TENSORS_PER_MESSAGE
+    return number + index % _TENSORS_PER_MESSAGE
+
+
+def rest_of(events: Sequence[Event], start: Any, end: Any) -> list[tuple[Any, Any]]:
+    """Parts of [start, end) that none of `events` covers: those that were recorded while it ran, in their order.
+
+    Marks of any timer; of events that contain each other the outer one counts.
+
+    >>> inner = [(Lane.WAIT, 20, 30, -1, -1, 0, ()), (Lane.COMPUTE, 15, 40, -1, -1, 0, ())]
+    >>> rest_of(inner, 10, 50)
+    [(10, 15), (40, 50)]
+    """
+    parts: list[tuple[Any, Any]] = []
+    reached = end
+    for event in reversed(events):
+        if event[0] not in _DEVICE_LANES or _time(event[2]) > _time(reached) or _time(event[1]) < _time(start):
+            continue
+        if _time(event[2]) < _time(reached):
+            parts.append((event[2], reached))
+        reached = event[1]
+    if _time(reached) > _time(start):
+        parts.append((start, reached))
+    return parts[::-1]
+
+
+def _time(mark: Any) -> int:
+    return int(mark if isinstance(mark, int) else mark.host_ns)
+
+
+class Enclosing:
+    """Measures a call by what it does itself: rows recorded inside it (collectives, inner optimizers) stay apart.
+
+    Counts the outermost of nested calls only. done: called when that one has ended.
+    """
+
+    def __init__(
+        self, recorder: Recorder, kind: Kind, name: str, stage: int = -1, done: Callable[[], None] | None = None
+    ) -> None:
+        self._recorder = recorder
+        self._labels = (Label(kind, stage, name=name),)
+        self._depth = 0
+        self._done = done
+
+    def before(self, *_: Any) -> tuple[Any, Any, int]:
+        self._depth += 1
+        buffer = self._recorder.rule.current
+        start = self._recorder.mark() if self._depth == 1 and buffer.sampled else None
+        return start, buffer, len(buffer.events)
+
+    def abort(self, token: Any) -> None:
+        self._depth -= 1
+
+    def after(self, token: tuple[Any, Any, int], result: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        start, buffer, first = token
+        recorder = self._recorder
+        end = recorder.mark()
+        if start is not None and end is not None and buffer is recorder.rule.current:
+            for part in rest_of(buffer.events[first:], start, end):
+                recorder.add(Lane.COMPUTE, *part, self._labels)
+        if self._done is not None:
+            self._done()
+
+
+class TimedWork:
+    """Stands in for a `Work` that the framework waits for later, and records that wait."""
+
+    def __init__(self, recorder: Recorder, work: Any, labels: tuple[Label, ...]) -> None:
+        self._recorder = recorder
+        self._work = work
+        self._labels = labels
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        start = recorder.mark() if recorder.running and self._labels else None
+        result = self._work.wait(*args, **kwargs)
+        if start is not None and recorder.running:
+            recorder.add(Lane.WAIT, start, recorder.mark(), self._labels)
+            self._labels = ()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def check_version(recorder: Recorder, framework: str, version: str, oldest: str, newest: str) -> None:
+    """Say once that the installed version is not among those that were tried."""
+    if not _numbers(oldest) <= _numbers(version) <= _numbers(newest):
+        recorder.patches.warn(
+            f"{framework} {version or 'of unknown version'} was not tried with this bubblescope (tried: {oldest} to "
+            f"{newest}); what its functions do not offer is left out"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """First two numbers of a version.
+
+    >>> _numbers("0.16.1+cpu"), _numbers("1.0rc2")
+    ((0, 16), (1, 0))
+    """
+    found = []
+    for part in version.split(".")[:2]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        found.append(int(digits or 0))
+    return tuple(found)
+
+
+@functools.cache
+def device_name(kind: str, index: int) -> str:
+    """What the layout line calls the device."""
+    import platform
+
+    import torch
+
+    if kind == "cuda":
+        return str(torch.cuda.get_device_name(index))
+    return platform.processor() or platform.machine()
+
+
+def device_of(module: Any) -> dict[str, Any]:
+    """{type, index, name} of the device that holds the module's parameters; the CPU when it has none."""
+    parameter = next(iter(module.parameters()), None)
+    kind = "cpu" if parameter is None else str(parameter.device.type)
+    index = 0 if parameter is None or parameter.device.index is None else int(parameter.device.index)
+    return {"type": kind, "index": index, "name": device_name(kind, index)}

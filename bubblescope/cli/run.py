@@ -1,0 +1,79 @@
+"""`bubblescope run`: the user's own launch command, with the recorder loaded in every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from bubblescope.attach import launcher
+from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
+
+
+@click.command(
+    epilog="\b\nExample:\n  bubblescope run -- torchrun --nproc-per-node 8 train.py --config my.yaml\n"
+    "  bubblescope run --out runs/x --steps 50 --every 10 -- deepspeed train.py\n"
+    "  bubblescope analyze runs/x",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="For the recording, one folder per job.  [default: runs/<job or time>]",
+)
+@click.option(
+    "--framework",
+    type=click.Choice(FRAMEWORKS),
+    default="auto",
+    show_default=True,
+    help="Whose hooks go in; auto: of what the job imports.",
+)
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Stop recording after N recorded steps.")
+@click.option("--every", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="One step in N.")
+@click.option(
+    "--warmup", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="First steps to leave out."
+)
+@click.option("--ranks", metavar="LIST", help="Record these global ranks only, for example 0,4-7.")
+@click.option("--standby", is_flag=True, help="Do not record; only make `bubblescope attach` possible.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    out: Path | None,
+    framework: str,
+    steps: int | None,
+    every: int,
+    warmup: int,
+    ranks: str | None,
+    standby: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Start COMMAND, your own launcher, with the recorder loaded in every rank.
+
+    The training script stays as it is, and exit status and signals are those of COMMAND. Processes that run no
+    pipeline (the launcher itself, data loading workers) are left alone. The recording is for `bubblescope analyze`.
+    """
+    folder = out or launcher.default_folder()
+    settings = Settings(
+        "standby" if standby else "record",
+        str(folder.absolute()),
+        framework,
+        steps,
+        every,
+        warmup,
+        parse_ranks(ranks) if ranks else None,
+    )
+    status = launcher.launch(command, settings)
+    if not standby:
+        click.echo(_closing(folder, launcher.recorded_files(folder)), err=True)
+    return launcher.end_like(status)
+
+
+def _closing(folder: Path, files: int | None) -> str:
+    if files is None:
+        return f"bubblescope: {folder} does not answer; look there later"
+    if not files:
+        return (
+            "bubblescope: nothing was recorded: no process here ran a pipeline of torch, Megatron-Core or DeepSpeed "
+            "(mark your own loop with bubblescope.span and bubblescope.step)"
+        )
+    return f"bubblescope: {files} rank{'' if files == 1 else 's'} recorded; see: bubblescope analyze {folder}"
