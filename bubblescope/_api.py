@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from bubblescope.align import prepare
-from bubblescope.ingest import read
+from bubblescope.ingest import ReadOptions, read, usernames
 from bubblescope.model.run import Run
 from bubblescope.replay.schedules import canonical
 from bubblescope.report.build import Report, ReportOptions, build
@@ -15,14 +15,22 @@ from bubblescope.report.build import Report, ReportOptions, build
 PathLike = str | os.PathLike[str]
 
 
-def load(path: PathLike | Sequence[PathLike], executor: Executor | None = None, *, format: str = "auto") -> Run:
+def load(
+    path: PathLike | Sequence[PathLike],
+    executor: Executor | None = None,
+    *,
+    format: str = "auto",
+    names: PathLike | None = None,
+) -> Run:
     """Read traces or recordings into one `Run`: all that was measured, nothing concluded.
 
     path: a file, a folder, a glob or an fsspec URL, or several of them. executor: anything with the interface of
-    `concurrent.futures.Executor`; one rank is read per task. Raises InputError when nothing can be analysed.
+    `concurrent.futures.Executor`; one rank is read per task. names: a TOML file that says what your own names of
+    ranges mean (`ingest.usernames`). Raises InputError when nothing can be analysed.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    return read([os.fspath(p) for p in paths], format=format, executor=executor)
+    options = ReadOptions(names=() if names is None else usernames.load(os.fspath(names)))
+    return read([os.fspath(p) for p in paths], format=format, executor=executor, options=options)
 
 
 def analyze(

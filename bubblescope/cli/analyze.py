@@ -97,6 +97,13 @@ def report_options(command: Command) -> Command:
     metavar="F",
     help="Format of the input, where it must not be recognised.",
 )
+@click.option(
+    "--names",
+    "names_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML: what your own names of ranges mean (docs/traces.md).",
+)
 @report_options
 @click.option(
     "--engine",
@@ -121,6 +128,7 @@ def analyze(
     csv: Path | None,
     perfetto: Path | None,
     format_name: str,
+    names_file: Path | None,
     price: float | None,
     currency: str,
     gpus: int | None,
@@ -151,21 +159,29 @@ def analyze(
     )
     outputs = Outputs(out=out, html=html, json=json_to, csv=csv, perfetto=perfetto)
     with reading_pool(engine, scheduler, jobs) as executor:
-        report = make_report(list(paths), options, format_name=format_name, executor=executor)
+        report = make_report(
+            list(paths), options, format_name=format_name, executor=executor, names_file=names_file
+        )
     deliver(report, outputs)
     check_threshold(report, fail_above)
 
 
 def make_report(
-    paths: list[str], options: ReportOptions, *, format_name: str = "auto", executor: Executor | None = None
+    paths: list[str],
+    options: ReportOptions,
+    *,
+    format_name: str = "auto",
+    executor: Executor | None = None,
+    names_file: Path | None = None,
 ) -> Report:
     """Read, align, attribute. Raises InputError when there is nothing to analyse."""
     from bubblescope.align import prepare
-    from bubblescope.ingest import read
+    from bubblescope.ingest import ReadOptions, read, usernames
     from bubblescope.report.build import build
 
+    reading = ReadOptions(names=() if names_file is None else usernames.load(names_file))
     with progress("reading"):
-        run = read(paths, format=format_name, executor=executor)
+        run = read(paths, format=format_name, executor=executor, options=reading)
     with progress("attributing"):
         return build(prepare(run), options)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,9 +65,19 @@ def read(
         claims = _hopeful(candidates, found)
     chosen = _choose(claims, found)
     module = chosen.load()
+    units = claims[chosen.name]
     if chosen.files:
-        return cast(Run, module.read(claims[chosen.name], options=options, executor=executor))
-    return cast(Run, module.read([Path(u) for u in claims[chosen.name]]))
+        run = cast(Run, module.read(units, options=options, executor=executor))
+    else:
+        run = cast(Run, module.read([Path(u) for u in units]))
+    return _with_names(run, options)
+
+
+def _with_names(run: Run, options: ReadOptions) -> Run:
+    """The user's names of ranges travel with the run to where ranges are labelled."""
+    if not options.names:
+        return run
+    return replace(run, source=replace(run.source, details={**run.source.details, "names": options.names}))
 
 
 def _candidates(format: str) -> list[Format]:

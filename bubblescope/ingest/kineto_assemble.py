@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from bubblescope.ingest import steps as step_finder
 from bubblescope.ingest.commnames import Comm, CommNames
 from bubblescope.ingest.events import Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.identity import Identity, identify, ranks_in_one_group
-from bubblescope.ingest.options import DEFAULT, ReadOptions
+from bubblescope.ingest.options import DEFAULT, NameRule, ReadOptions
 from bubblescope.ingest.part import Part
 from bubblescope.ingest.quarantine import quarantine
 from bubblescope.ingest.steps import Steps
@@ -34,7 +35,7 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     _refuse_two_ranks(scan)
     events, said = _sound(scan)
     names = Names()
-    table = _Table(scan, events, CommNames.of(options), who, names)
+    table = _Table(scan, events, CommNames.of(options), who, names, tuple(r for r in options.names if r.kind is None))
     pieces, timing, notices = _pieces(table)
     spans = Spans.concat(pieces)
     launch = _launch_links(spans)
@@ -84,6 +85,7 @@ class _Table:
     comm_names: CommNames
     who: Identity
     names: Names
+    step_rules: tuple[NameRule, ...] = ()
 
     def __post_init__(self) -> None:
         self.to_run = self.scan.names.mapping_to(self.names)
@@ -98,6 +100,12 @@ class _Table:
 
     def contains(self, part: str) -> Mask:
         hit = np.array([part in t for t in self.scan.names.texts], dtype=np.bool_)
+        result: Mask = hit[self.events.name]
+        return result
+
+    def named(self, *patterns: re.Pattern[str]) -> Mask:
+        """Rows whose name one of `patterns` finds."""
+        hit = np.array([any(p.search(t) for p in patterns) for t in self.scan.names.texts], dtype=np.bool_)
         result: Mask = hit[self.events.name]
         return result
 
@@ -492,11 +500,17 @@ def _steps(table: _Table, spans: Spans, launch: Int) -> Steps | None:
 
 
 def _profiler_steps(table: _Table) -> Steps | None:
-    rows = np.flatnonzero(table.starts_with("ProfilerStep") & table.cat(Cat.RANGE, Cat.CPU_OP))
+    start, end = table.events.start_ns, table.events.end_ns
+    mine = np.flatnonzero(table.named(*(r.pattern for r in table.step_rules)) & table.cat(Cat.RANGE, Cat.CPU_OP))
+    if len(mine):
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        found = step_finder.from_profiler(np.arange(len(mine), dtype=np.int64), start[mine], end[mine])
+        return None if found is None else replace(found, how="the user's names")
+    rows = np.flatnonzero(table.named(step_finder.STEP_NAME) & table.cat(Cat.RANGE, Cat.CPU_OP))
     numbers = [step_finder.STEP_NAME.match(table.text(r)) for r in rows.tolist()]
     rows = rows[[m is not None for m in numbers]]
-    index = np.array([int(m[1]) for m in numbers if m], dtype=np.int64)
-    return step_finder.from_profiler(index, table.events.start_ns[rows], table.events.end_ns[rows])
+    index = np.array([int(m[1] or m[2]) for m in numbers if m], dtype=np.int64)
+    return step_finder.from_profiler(index, start[rows], end[rows])
 
 
 def _stepped(spans: Spans, steps: Steps | None, launch: Int, *, all_host: bool) -> Spans:

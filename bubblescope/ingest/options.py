@@ -1,8 +1,23 @@
-"""What a reader may be told: limits against hostile files, and the user's own kernel names."""
+"""What a reader may be told: limits against hostile files, and the user's own names of kernels and ranges."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+from bubblescope.model import Kind
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """Ranges whose name `pattern` finds are operations of `kind`; None: a range is a training step. stage, microbatch,
+    chunk: for what the pattern has no group of that name."""
+
+    pattern: re.Pattern[str]
+    kind: Kind | None
+    stage: int = -1
+    microbatch: int = -1
+    chunk: int = -1
 
 
 @dataclass(frozen=True)
@@ -11,13 +26,14 @@ class ReadOptions:
 
     max_bytes: inflated size of one file. max_events: events kept of one file. comm_names: a regular expression;
     kernels that match are communication although no built-in name says so. compute_names: the opposite, and
-    it wins.
+    it wins. names: the user's rules for ranges (`ingest.usernames` reads them from a file).
     """
 
     max_bytes: int = 64 << 30
     max_events: int = 200_000_000
     comm_names: str = ""
     compute_names: str = ""
+    names: tuple[NameRule, ...] = ()
 
 
 DEFAULT = ReadOptions()

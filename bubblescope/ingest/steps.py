@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 Int = NDArray[np.int64]
 
-STEP_NAME = re.compile(r"ProfilerStep#?\s*(\d{1,9})")
+STEP_NAME = re.compile(r"ProfilerStep#?\s*(\d{1,9})|iter_\d{1,7}_(\d{1,9})\Z")
+"""torch's profiler, and the zero-bubble schedules' ``iter_{rank}_{step}``."""
 OPTIMIZER_RANGE = re.compile(r"Optimizer\.step#")
 OPTIMIZER_KERNEL = re.compile(
     r"multi_tensor_apply|fused_?adam|adamw?_|_adam|\bsgd|lamb|adagrad|optimizer|FusedOptimizer", re.IGNORECASE

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bubblescope.label import generic, schedule, structure, torch_pipelining
+from bubblescope.label import generic, messages, ranges, schedule, structure
 from bubblescope.model import Run
 
 Pass = Callable[[Run], Run]
 
 LABELS: list[Pass] = [
-    torch_pipelining.label,
+    ranges.label,
     generic.label_optimizer,
     structure.label,
-    torch_pipelining.label_messages,
-    torch_pipelining.label_loss,
+    structure.place_chunks,
+    ranges.label_messages,
+    ranges.label_loss,
     generic.label,
+    messages.label,
     generic.label_waits,
     generic.bridge_host_operators,
     generic.label_chunks,

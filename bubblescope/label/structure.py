@@ -113,6 +113,43 @@ def _from_chains(layout: Layout, found: Chains) -> Layout:
     )
 
 
+def place_chunks(run: Run) -> Run:
+    """Stages of operations that name their chunk only (``F3.1.0``), once the ranks of each pipeline are known.
+
+    Chunk c of rank d is stage c·p + d. Two chunks may also lie as a V (stage 2p-1-d): then the last rank passes
+    on to itself, and sends two messages per micro-batch instead of three.
+    """
+    spans, layout = run.spans, run.layout
+    rows = (spans.chunk >= 0) & (spans.stage < 0) & np.isin(spans.kind, PIPELINE_KINDS)
+    if not rows.any() or layout.stages is None or not np.any(layout.pp >= 0):
+        return run
+    p, chunks = layout.stages, int(spans.chunk[rows].max()) + 1
+    v_shaped = chunks == 2 and _last_rank_keeps(run, p)
+    stage = spans.stage.astype(np.int64)
+    stage_rank: dict[tuple[int, int], int] = {}
+    for rank, pp, replica in zip(layout.ranks.tolist(), layout.pp.tolist(), layout.replica.tolist(), strict=True):
+        if pp < 0:
+            continue
+        held = np.array([2 * p - 1 - pp if v_shaped and c else c * p + pp for c in range(chunks)])
+        mine = rows & (spans.rank == rank)
+        stage[mine] = held[spans.chunk[mine]]
+        stage_rank |= {(replica, int(s)): rank for s in held}
+    how = f"{chunks} chunks in the ranges{', as a V' if v_shaped else ''}"
+    layout = replace(layout, chunks=chunks, stage_rank=stage_rank, inferred={**layout.inferred, "chunks": how})
+    return replace(run, spans=spans.with_columns(stage=stage), layout=layout)
+
+
+def _last_rank_keeps(run: Run, p: int) -> bool:
+    """Whether the last rank of a pipeline sends less than 2.5 messages per micro-batch."""
+    spans, layout = run.spans, run.layout
+    last = layout.ranks[layout.pp == p - 1]
+    mine = np.isin(spans.rank, last)
+    sends = int(np.sum(mine & (spans.kind == Kind.SEND) & np.isin(spans.lane, (Lane.COMM, Lane.POST))))
+    done = mine & (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.FORWARD) & (spans.microbatch >= 0)
+    columns = np.stack([spans.rank[done], spans.step[done], spans.microbatch[done]])
+    return 0 < sends < 2.5 * int(np.unique(columns, axis=1).shape[1])
+
+
 def _mute(run: Run) -> list[Notice]:
     """A Notice about SendRecv kernels that say neither direction nor peer."""
     spans = run.spans

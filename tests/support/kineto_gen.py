@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bubblescope.model.kinds import SHORT
+from bubblescope.replay.schedules import generate, rank_of_stage
+
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One job. Times in ns; `scale` multiplies F and B of each stage; `kernels`: (in an F, in a B)."""
+    """One job. Times in ns; `scale` multiplies F and B of each rank; `kernels`: (in an F, in a B). schedule: a name of
+    CONTRACT.md; where it has several stages on a rank, `chunks` says how many. I and W are half a B each."""
 
     stages: int = 4
     microbatches: int = 8
@@ -29,6 +33,7 @@ class Shape:
     scale: tuple[float, ...] = (1.0, 1.0, 1.0, 1.5)
     steps: int = 1
     schedule: str = "1F1B"
+    chunks: int = 1
     optimizer_ns: int = 0
     kernels: tuple[int, int] = (4, 7)
     same_names: bool = False
@@ -46,6 +51,7 @@ class Op:
     microbatch: int
     start_ns: int
     end_ns: int
+    stage: int = -1
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Message:
     microbatch: int
     send: tuple[int, int]
     receive: tuple[int, int]
+    to_stage: int = -1
 
 
 @dataclass
@@ -79,16 +86,11 @@ class Truth:
         return sum(m.receive[1] - max(m.send[0], m.receive[0]) for m in self.messages if m.destination == rank)
 
 
-def order_of(shape: Shape, stage: int) -> list[tuple[str, int]]:
-    """The operations of `stage` in the order it runs them."""
-    p, m = shape.stages, shape.microbatches
-    if shape.schedule == "GPipe":
-        return [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
-    warm = min(p - 1 - stage, m)
-    out = [("F", i) for i in range(warm)]
-    for i in range(m - warm):
-        out += [("F", warm + i), ("B", i)]
-    return out + [("B", i) for i in range(m - warm, m)]
+def order_of(shape: Shape, rank: int) -> list[tuple[str, int, int]]:
+    """The operations (kind, stage, micro-batch) of `rank` in the order it runs them."""
+    chunks = shape.chunks if shape.chunks > 1 else None
+    order = generate(shape.schedule, shape.stages, shape.microbatches, chunks)[rank]
+    return [(SHORT[a.kind], a.stage, a.microbatch) for a in order]
 
 
 def simulate(shape: Shape) -> Truth:
@@ -102,33 +104,23 @@ def simulate(shape: Shape) -> Truth:
 
 def _step(truth: Truth, step: int, begin: int) -> int:
     shape, p = truth.shape, truth.shape.stages
-    todo = [order_of(shape, s) for s in range(p)]
+    todo = [order_of(shape, rank) for rank in range(p)]
     free = [begin] * p
-    produced: dict[tuple[str, int, int], int] = {}
+    produced: dict[tuple[bool, int, int], int] = {}
     while any(todo):
         moved = False
-        for s in range(p):
-            while todo[s]:
-                kind, i = todo[s][0]
-                source = s - 1 if kind == "F" else s + 1
-                start = free[s]
-                if 0 <= source < p:
-                    sent = produced.get((kind, source, i))
-                    if sent is None:
-                        break
-                    start = max(sent, free[s]) + shape.transfer_ns
-                    eager = shape.eager and sent + shape.transfer_ns < free[s]
-                    truth.messages.append(
-                        Message(
-                            step, source, s, kind == "F", i,
-                            (sent, sent + shape.transfer_ns if eager else start), (free[s], start),
-                        )
-                    )  # fmt: skip
-                length = shape.forward_ns if kind == "F" else shape.backward_ns
-                end = start + round(length * shape.scale[s])
-                truth.ops.append(Op(s, step, kind, i, start, end))
-                produced[(kind, s, i)] = free[s] = end
-                todo[s].pop(0)
+        for rank in range(p):
+            while todo[rank]:
+                kind, stage, i = todo[rank][0]
+                start = _input_ready(truth, step, rank, todo[rank][0], free[rank], produced)
+                if start is None:
+                    break
+                end = start + round(_length(shape, kind) * shape.scale[rank])
+                truth.ops.append(Op(rank, step, kind, i, start, end, stage))
+                if kind != "W":
+                    produced[(kind == "F", stage, i)] = end
+                free[rank] = end
+                todo[rank].pop(0)
                 moved = True
         assert moved, "the schedule deadlocks"
     for s in range(p):
@@ -141,6 +133,33 @@ def _step(truth: Truth, step: int, begin: int) -> int:
     return last
 
 
+def _length(shape: Shape, kind: str) -> int:
+    return {"F": shape.forward_ns, "B": shape.backward_ns}.get(kind, shape.backward_ns // 2)
+
+
+def _input_ready(
+    truth: Truth, step: int, rank: int, op: tuple[str, int, int], free: int, produced: dict[tuple[bool, int, int], int]
+) -> int | None:
+    """When `rank`, free since `free`, can begin `op`; None while its input is not there. Notes the message."""
+    shape = truth.shape
+    kind, stage, i = op
+    forward = kind == "F"
+    source = stage - 1 if forward else stage + 1
+    if kind == "W" or not 0 <= source < shape.stages * shape.chunks:
+        return free
+    sent = produced.get((forward, source, i))
+    if sent is None:
+        return None
+    sender = rank_of_stage(shape.schedule, source, shape.stages)
+    if sender == rank:
+        return max(free, sent)
+    start = max(sent, free) + shape.transfer_ns
+    eager = shape.eager and sent + shape.transfer_ns < free
+    send = (sent, sent + shape.transfer_ns if eager else start)
+    truth.messages.append(Message(step, sender, rank, forward, i, send, (free, start), stage))
+    return start
+
+
 # --- as traces -----------------------------------------------------------------------------------------------
 
 
@@ -148,8 +167,9 @@ def _step(truth: Truth, step: int, begin: int) -> int:
 class Style:
     """How the trace looks. clock_ns: {rank: (offset, drift)} as its host stamps it; base_ns per rank;
     launches: with cuda_runtime launches, so that host order is known; ranges: "" (only ProfilerStep), "torch"
-    (``Forward i``) or "runtime" (``PP:0F3``); autograd: backward launches inside autograd engine calls;
-    metadata: NCCL arguments on the kernels; host: the name of every rank's host, "" none."""
+    (``Forward i``), "runtime" (``PP:0F3``), "zero bubble" (``F3.0.0``) or a pattern with kind, stage, chunk and
+    microbatch; autograd: backward launches inside autograd engine calls; metadata: NCCL arguments on the kernels;
+    per_direction: gradients have a communicator of their own; host: the name of every rank's host, "" none."""
 
     clock_ns: dict[int, tuple[int, float]] = field(default_factory=dict)
     base_ns: dict[int, int] = field(default_factory=dict)
@@ -164,6 +184,7 @@ class Style:
     first_rank: int = 0
     members: tuple[int, ...] | None = None
     compact: bool = False
+    per_direction: bool = False
     optimizer_range: bool = False
 
 
@@ -188,6 +209,17 @@ def dumps(document: Json | list[Any], *, compact: bool = False) -> str:
     if compact:
         return json.dumps(document, separators=(",", ":"))
     return json.dumps(document, indent=1)
+
+
+def range_name(style: str, stage: int, kind: str, microbatch: int, chunk: int) -> str:
+    """``PP:0F3``, ``Forward 3``, or what the pattern `style` makes of it."""
+    if style == "runtime":
+        return f"PP:{stage}{kind}{microbatch}"
+    if style == "torch":
+        return f"{'Forward' if kind == 'F' else 'Backward'} {microbatch}"
+    if style == "zero bubble":
+        style = "{kind}{microbatch}.{chunk}.0".replace("{kind}", "B" if kind in "BI" else kind)
+    return style.format(stage=stage, kind=kind, microbatch=microbatch, chunk=chunk)
 
 
 class _Rank:
@@ -237,22 +269,25 @@ class _Rank:
 
     def _issue_order(self) -> list[Op | Message]:
         """As the schedule's Python thread issues: receive, compute, send."""
-        received = {(m.step, m.forward, m.microbatch): m for m in self.truth.messages if m.destination == self.stage}
-        sent = {(m.step, m.forward, m.microbatch): m for m in self.truth.messages if m.source == self.stage}
+        mine = self.truth.messages
+        received = {(m.step, m.forward, m.microbatch, m.to_stage): m for m in mine if m.destination == self.stage}
+        sent = {(m.step, m.forward, m.microbatch, m.to_stage): m for m in mine if m.source == self.stage}
         out: list[Op | Message] = []
         for op in (o for o in self.truth.ops if o.rank == self.stage):
-            key = (op.step, op.kind == "F", op.microbatch)
-            if op.kind != "O" and key in received:
-                out.append(received[key])
+            forward = op.kind == "F"
+            key = (op.step, forward, op.microbatch)
+            if op.kind not in "OW" and (*key, op.stage) in received:
+                out.append(received[(*key, op.stage)])
             out.append(op)
-            if op.kind != "O" and key in sent:
-                out.append(sent[key])
+            there = op.stage + (1 if forward else -1)
+            if op.kind not in "OW" and (*key, there) in sent:
+                out.append(sent[(*key, there)])
         return out
 
     def _kernels(self, op: Op) -> None:
         shape = self.truth.shape
-        count = {"F": shape.kernels[0], "B": shape.kernels[1], "O": 2}[op.kind]
-        prefix = {"F": "fwd", "B": "bwd", "O": "multi_tensor_apply_adam"}[op.kind]
+        count = {"F": shape.kernels[0], "O": 2}.get(op.kind, shape.kernels[1])
+        prefix = {"F": "fwd", "O": "multi_tensor_apply_adam"}.get(op.kind, "bwd")
         edges = [op.start_ns + (op.end_ns - op.start_ns) * i // count for i in range(count + 1)]
         first = self.corr + 1
         for i in range(count):
@@ -267,19 +302,18 @@ class _Rank:
         if not (self.style.launches or self.style.ranges or self.style.autograd):
             return
         at = op.start_ns - 2_000 - 100 * count
-        thread = self.pid + (1 if self.style.autograd and op.kind == "B" else 0)
+        backward = op.kind in "BIW"
+        thread = self.pid + (1 if self.style.autograd and backward else 0)
         for i in range(count):
             self.add(
                 "cuda_runtime", "cudaLaunchKernel", at + 100 * i, at + 100 * i + 80, thread, {"correlation": first + i}
             )
-        if self.style.autograd and op.kind == "B":
+        if self.style.autograd and backward:
             args = {"Sequence number": op.microbatch, "Fwd thread id": 1}
             name = "autograd::engine::evaluate_function: AddmmBackward0"
             self.add("cpu_op", name, at - 50, at + 100 * count + 50, thread, args)
         if self.style.ranges and op.kind != "O":
-            name = f"PP:{self.stage}{op.kind}{op.microbatch}"
-            if self.style.ranges == "torch":
-                name = f"{'Forward' if op.kind == 'F' else 'Backward'} {op.microbatch}"
+            name = range_name(self.style.ranges, op.stage, op.kind, op.microbatch, op.stage // self.truth.shape.stages)
             self.add("user_annotation", name, at - 100, at + 100 * count + 100, self.pid)
         if op.kind == "O" and self.style.optimizer_range:
             self.add("user_annotation", "Optimizer.step#AdamW.step", at - 100, at + 100 * count + 100, self.pid)
@@ -292,6 +326,8 @@ class _Rank:
         args: Json = {"device": self.stage, "stream": stream, "correlation": self.corr}
         if self.style.metadata:
             args |= self._nccl(message, sends)
+            if self.style.per_direction and not message.forward:
+                args["Process Group Name"] = "8"
         name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
         self.add("kernel", name, start, end, stream, args, pid=self.stage)
         if self.style.launches or self.style.ranges or self.style.autograd:
@@ -300,8 +336,14 @@ class _Rank:
             self.add("cuda_runtime", "cudaLaunchKernelExC", at, at + 50, self.pid, {"correlation": self.corr})
 
     def _handover(self, message: Message, sends: bool) -> int:
-        ops = [o for o in self.truth.ops if o.rank == self.stage and o.kind == ("F" if message.forward else "B")]
-        op = next(o for o in ops if (o.step, o.microbatch) == (message.step, message.microbatch))
+        """Just before the operation that makes the message, or that needs it."""
+        stage = message.to_stage - (1 if message.forward else -1) if sends else message.to_stage
+        key = (message.step, message.microbatch, stage)
+        op = next(
+            o for o in self.truth.ops
+            if o.rank == self.stage and (o.step, o.microbatch, o.stage) == key and (o.kind == "F") == message.forward
+            and o.kind != "W"
+        )  # fmt: skip
         return op.start_ns - 1_500 if sends else op.start_ns - 4_000
 
     def _nccl(self, message: Message, sends: bool) -> Json:

@@ -1,0 +1,159 @@
+"""Ranges that name an operation: what was launched inside one is of its kind, stage and micro-batch.
+
+Each framework's names are parsed by a module of their own (`SCHEMES`); the user's own come first. Kernels inherit from
+the range that stands around their launch, on whatever thread: backward kernels are launched by autograd's threads
+while the schedule's thread waits inside the range. Ranges hold waits for receives as well, so a range itself is never
+busy time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.label import megatron, torch_pipelining, user_names, zero_bubble
+from bubblescope.label.actions import Parser, RangeAction
+from bubblescope.label.evidence import Int, Mask, around, backward_evidence, issue_time, launched
+from bubblescope.label.structure import rank_of_stage, stage_of_rank
+from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Run
+
+Scheme = Callable[[Run], Parser]
+
+SCHEMES: list[Scheme] = [lambda run: torch_pipelining.parse, zero_bubble.parser, lambda run: megatron.parse]
+"""Names of the frameworks, in this order; the first that knows a name decides."""
+
+_COLUMNS = ("kind", "stage", "chunk", "microbatch")
+_LABELLED = (*PIPELINE_KINDS, Kind.OPTIMIZER, Kind.LOSS, Kind.RECOMPUTE)
+
+
+def parser_of(run: Run) -> Parser:
+    """All parsers as one, the user's own names before the built-in ones."""
+    parsers = [*user_names.parsers(run), *(scheme(run) for scheme in SCHEMES)]
+
+    def parse(text: str) -> tuple[RangeAction, ...]:
+        return next((found for one in parsers if (found := one(text))), ())
+
+    return parse
+
+
+def label(run: Run) -> Run:
+    """Label the ranges, and the kernels that were launched inside them. Needs no layout."""
+    spans = run.spans
+    ranges, parsed = _ranges(run)
+    if len(ranges) == 0:
+        return run
+    columns = {c: getattr(spans, c).copy() for c in _COLUMNS}
+    at, sure = issue_time(run), launched(run)
+    sense = backward_evidence(run, at, sure)
+    for row, actions in zip(ranges.tolist(), parsed, strict=True):
+        for column in _COLUMNS:
+            columns[column][row] = getattr(actions[0], column)
+    for mine, actions_of in _by_rank(run, ranges, parsed):
+        _label_compute(run, mine, actions_of, at, sure, sense, columns)
+    return replace(run, spans=spans.with_columns(**columns))
+
+
+def label_messages(run: Run) -> Run:
+    """Stage, micro-batch and peer of the messages posted inside the ranges. Needs `Layout.stage_rank`."""
+    spans = run.spans
+    ranges, parsed = _ranges(run)
+    if len(ranges) == 0:
+        return run
+    columns = {c: getattr(spans, c).copy() for c in ("peer", "stage", "microbatch")}
+    at = issue_time(run)
+    for mine, actions_of in _by_rank(run, ranges, parsed):
+        _label_messages(run, mine, actions_of, at, columns)
+    return replace(run, spans=spans.with_columns(**columns))
+
+
+def label_loss(run: Run) -> Run:
+    """GPipe and 1F1B compute the loss after a forward of the last stage, outside its range: such kernels, up to
+    the next range of the same step, are LOSS of that micro-batch. Needs stages."""
+    spans = run.spans
+    ranges, parsed = _ranges(run)
+    last = max((stage for _, stage in run.layout.stage_rank), default=-1)
+    if len(ranges) == 0 or last < 0:
+        return run
+    columns = {c: getattr(spans, c).copy() for c in ("kind", "stage", "microbatch")}
+    at, sure = issue_time(run), launched(run)
+    open_rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER) & sure
+    for mine, actions in _by_rank(run, ranges, parsed):
+        rank = int(spans.rank[mine[0]])
+        rows = np.flatnonzero(open_rows & (spans.rank == rank))
+        before = np.searchsorted(spans.start_ns[mine], at[rows], side="right") - 1
+        for row, k in zip(rows.tolist(), before.tolist(), strict=True):
+            if k < 0 or k + 1 >= len(mine) or actions[k][0].kind != Kind.FORWARD:
+                continue
+            stage = actions[k][0].stage if actions[k][0].stage >= 0 else stage_of_rank(run, rank)
+            if stage == last and spans.step[row] == spans.step[mine[k + 1]]:
+                columns["kind"][row], columns["stage"][row] = Kind.LOSS, stage
+                columns["microbatch"][row] = actions[k][0].microbatch
+    return replace(run, spans=spans.with_columns(**columns))
+
+
+def _ranges(run: Run) -> tuple[Int, list[tuple[RangeAction, ...]]]:
+    """Rows of ranges that parse, by rank and start, and what they say."""
+    spans = run.spans
+    rows = np.flatnonzero(spans.lane == Lane.RANGE)
+    parse = parser_of(run)
+    meaning = {i: parse(run.names[i]) for i in np.unique(spans.name[rows]).tolist()}
+    rows = rows[np.array([bool(meaning[i]) for i in spans.name[rows].tolist()], dtype=np.bool_)]
+    rows = rows[np.lexsort((spans.start_ns[rows], spans.rank[rows]))]
+    return rows, [meaning[i] for i in spans.name[rows].tolist()]
+
+
+def _by_rank(
+    run: Run, ranges: Int, parsed: list[tuple[RangeAction, ...]]
+) -> Iterator[tuple[Int, list[tuple[RangeAction, ...]]]]:
+    for part in np.split(np.arange(len(ranges)), np.flatnonzero(np.diff(run.spans.rank[ranges])) + 1):
+        yield ranges[part], [parsed[i] for i in part.tolist()]
+
+
+def _label_compute(
+    run: Run, ranges: Int, actions: list[tuple[RangeAction, ...]], at: Int, sure: Mask,
+    sense: NDArray[np.int8], columns: dict[str, Int],
+) -> None:  # fmt: skip
+    spans = run.spans
+    is_compute = np.array([a[0].kind in _LABELLED for a in actions])
+    inner, chosen = ranges[is_compute], [a for a, c in zip(actions, is_compute, strict=True) if c]
+    rows = np.flatnonzero((spans.rank == spans.rank[ranges[0]]) & (spans.lane == Lane.COMPUTE) & sure)
+    if len(inner) == 0 or len(rows) == 0:
+        return
+    found = around(spans.start_ns[inner], spans.end_ns[inner], at[rows])
+    rows, found = rows[found >= 0], found[found >= 0]
+    # Of an overlapped pair the first is the forward, the second the backward.
+    second = (sense[rows] < 0).astype(np.int64)
+    for column in _COLUMNS:
+        table = np.array([[int(getattr(a[0], column)), int(getattr(a[-1], column))] for a in chosen])
+        columns[column][rows] = table[found, second]
+
+
+def _label_messages(
+    run: Run, ranges: Int, actions: list[tuple[RangeAction, ...]], at: Int, columns: dict[str, Int]
+) -> None:
+    """Inside ``Forward i`` a receive comes from the stage before and a send goes to the stage after; inside
+    ``Backward i`` the other way round. ``PP:sSEND_F3`` says all itself."""
+    spans = run.spans
+    rank = int(spans.rank[ranges[0]])
+    messages = np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
+    rows = np.flatnonzero((spans.rank == rank) & messages)
+    found = around(spans.start_ns[ranges], spans.end_ns[ranges], at[rows])
+    own = stage_of_rank(run, rank)
+    for row, k in zip(rows.tolist(), found.tolist(), strict=True):
+        action = actions[k][0] if k >= 0 else None
+        sends = spans.kind[row] == Kind.SEND
+        if action is None or (action.neighbour == 0 and (action.stage >= 0 or action.kind not in PIPELINE_KINDS)):
+            continue
+        if action.neighbour and (action.kind == Kind.SEND) != sends:
+            continue
+        forward = action.kind == Kind.FORWARD
+        neighbour = action.neighbour or (1 if sends == forward else -1)
+        stage = action.stage if action.stage >= 0 else own
+        columns["stage"][row] = stage
+        if action.microbatch >= 0:
+            columns["microbatch"][row] = action.microbatch
+        if columns["peer"][row] < 0 and stage >= 0:
+            columns["peer"][row] = rank_of_stage(run, rank, stage + neighbour)

@@ -1,0 +1,106 @@
+"""A user's own names of ranges: read from TOML with errors that name line and key, and used for labelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import bubblescope as bs
+from bubblescope.align import prepare
+from bubblescope.errors import InputError
+from bubblescope.ingest import ReadOptions, read
+from bubblescope.ingest.usernames import load, parse
+from bubblescope.model import Kind, Lane
+from tests.support.cli_runner import Runner
+from tests.support.kineto_gen import Shape, Style, simulate, traces, write
+
+RULES = r"""
+# our trainer
+[[range]]
+name = '^trainer/F/mb(?P<microbatch>\d+)@s(?P<stage>\d+)$'
+kind = "forward"
+
+[[range]]
+name = '^trainer/B/mb(?P<microbatch>\d+)@s(?P<stage>\d+)$'
+kind = "backward"
+"""
+STYLE = Style(ranges="trainer/{kind}/mb{microbatch}@s{stage}", metadata=False)
+
+
+def test_the_users_names_label_every_kernel(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    write(tmp_path, traces(truth, STYLE))
+    run = prepare(read(tmp_path, options=ReadOptions(names=parse(RULES))))
+    s = run.spans
+    for op in truth.ops:
+        rows = (s.rank == op.rank) & (s.lane == Lane.COMPUTE)
+        rows &= (s.start_ns >= op.start_ns) & (s.end_ns <= op.end_ns)
+        assert set(s.kind[rows].tolist()) == {Kind.FORWARD if op.kind == "F" else Kind.BACKWARD}
+        assert set(s.microbatch[rows].tolist()) == {op.microbatch}
+        assert set(s.stage[rows].tolist()) == {op.rank}
+
+
+def test_without_the_file_nothing_is_known_of_the_stages(tmp_path: Path) -> None:
+    write(tmp_path, traces(simulate(Shape()), STYLE))
+    assert prepare(read(tmp_path)).layout.stages is None
+
+
+def test_the_users_steps_are_the_steps(tmp_path: Path) -> None:
+    documents = traces(simulate(Shape(steps=3)), Style(profiler_step=True))
+    for document in documents.values():
+        for event in document["traceEvents"]:
+            event["name"] = event["name"].replace("ProfilerStep#", "my training step ")
+    write(tmp_path, documents)
+    names = parse("[[range]]\nname = '^my training step'\nkind = 'step'\n")
+    run = read(tmp_path, options=ReadOptions(names=names))
+    assert run.layout.inferred["steps"] == "the user's names"
+    assert sorted(set(run.spans.step.tolist()) - {-1}) == [0, 1, 2]
+
+
+def test_the_file_can_be_given_to_load_and_on_the_command_line(tmp_path: Path, bubblescope: Runner) -> None:
+    write(tmp_path / "t", traces(simulate(Shape()), STYLE))
+    (tmp_path / "names.toml").write_text(RULES)
+    assert len(load(tmp_path / "names.toml")) == 2
+    report = bs.analyze(bs.load(tmp_path / "t", names=tmp_path / "names.toml"))
+    assert report.data["pipeline"]["stages"] == 4
+    done = bubblescope("analyze", str(tmp_path / "t"), "--names", str(tmp_path / "names.toml"), "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert '"stages": 4' in done.stdout
+
+
+def test_constants_stand_in_for_groups() -> None:
+    (rule,) = parse("[[range]]\nname = 'embed'\nkind = 'forward'\nstage = 0\nmicrobatch = 2\n")
+    assert (rule.stage, rule.microbatch, rule.chunk) == (0, 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[range]\n", "not TOML.*line 1"),
+        ("ranges = 1\n", "unknown key 'ranges' in line 1"),
+        ("", r"no \[\[range\]\] tables"),
+        ("[range]\nname = 'x'\n", r"no \[\[range\]\] tables"),
+        ("[[range]]\nkind = 'forward'\n", "line 1, key 'name': a regular expression is missing"),
+        ("[[range]]\nname = '('\nkind = 'forward'\n", "line 2, key 'name': '\\(' is not a regular expression"),
+        ("[[range]]\nname = 'x'\n", "line 1, key 'kind': is missing"),
+        ("[[range]]\nname = 'x'\nkind = 'fwd'\n", "line 3, key 'kind': 'fwd' is no kind"),
+        ("[[range]]\nname = 'a'\nkind = 'loss'\n\n[[range]]\nname = 'x'\nkind = 3\n", "line 7, key 'kind'"),
+        ("[[range]]\nname = 'x'\nkind = 'forward'\nstage = -2\n", "line 4, key 'stage': -2"),
+        ("[[range]]\nname = 'x'\nkind = 'forward'\nstage = true\n", "line 4, key 'stage'"),
+        ("[[range]]\nname = 'x(?P<mb>1)'\nkind = 'forward'\n", "line 2, key 'name': unknown group 'mb'"),
+        ("[[range]]\nname = 'x'\nkind = 'forward'\nstep = 2\n", "line 4, key 'step': no such key"),
+    ],
+)
+def test_what_is_wrong_is_named_with_line_and_key(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        parse(text, "names.toml")
+    assert caught.value.where == "names.toml"
+    assert caught.value.hint
+
+
+def test_a_names_file_that_is_not_there_is_exit_3(tmp_path: Path, bubblescope: Runner) -> None:
+    write(tmp_path / "t", traces(simulate(Shape()), STYLE))
+    done = bubblescope("analyze", str(tmp_path / "t"), "--names", "nowhere.toml")
+    assert done.returncode == 3
+    assert "nowhere.toml" in done.stderr
