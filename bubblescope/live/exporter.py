@@ -23,8 +23,9 @@ from prometheus_client.registry import Collector
 
 from bubblescope._version import __version__
 from bubblescope.errors import UsageError
+from bubblescope.live.screen import rate
 from bubblescope.live.totals import BUCKETS
-from bubblescope.live.watcher import SILENT, RankState, Snapshot
+from bubblescope.live.watcher import SILENT, TRAINING, RankState, Snapshot
 from bubblescope.replay.causes import CAUSES
 from bubblescope.views.summary import value
 
@@ -72,6 +73,9 @@ class SnapshotCollector(Collector):
         yield from _ranks(snapshot, make)
         if snapshot.report is not None:
             yield from _now(snapshot.report.data, make)
+            now = rate(snapshot.report) if snapshot.state == TRAINING else None
+            text = "GPU-hours lost an hour, over the last steps; only while the job trains."
+            yield make.gauge("bubblescope_lost_gpus", text, [((), now.gpu_hours if now is not None else None)])
 
 
 def registry(snapshot: Callable[[], Snapshot], labels: Mapping[str, str] | None = None) -> CollectorRegistry:

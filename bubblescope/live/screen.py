@@ -11,7 +11,16 @@ from bubblescope.live.watcher import ENDED, MISSING, SILENT, TRAINING, RankState
 from bubblescope.report.build import Report
 from bubblescope.views import format as fmt
 from bubblescope.views.html.tables import MOST_ROWS, Table
-from bubblescope.views.summary import Figure, FirstScreen, first_screen, gpu_count, headline, value
+from bubblescope.views.summary import (
+    Action,
+    Figure,
+    FirstScreen,
+    first_screen,
+    gpu_count,
+    headline,
+    top_actions,
+    value,
+)
 
 _ORDER = {SILENT: 0, MISSING: 1, TRAINING: 2, ENDED: 3}
 
@@ -90,7 +99,19 @@ def screen(snapshot: Snapshot, report: Report) -> FirstScreen:
     told = first_screen(report)
     now = rate(report)
     cost = "" if now is None else f": {now.words(snapshot.options.currency)}"
-    return replace(told, cost=cost, figures=(told.figures[0], _rate_figure(snapshot, now), _total_figure(snapshot)))
+    figures = (told.figures[0], _rate_figure(snapshot, now), _total_figure(snapshot))
+    actions = zip(told.actions, top_actions(report.data), strict=True)
+    return replace(told, cost=cost, figures=figures, actions=tuple(_by_the_hour(a, row, report) for a, row in actions))
+
+
+def _by_the_hour(action: Action, row: dict[str, Any], report: Report) -> Action:
+    """What an action saves while an hour passes: over the few steps looked at it would be next to nothing."""
+    window = value(report.data, "steps", "seconds_median")
+    if not window:
+        return replace(action, detail="")
+    hours = gpu_count(report.data) * row["saved_seconds"] / window
+    saved = Rate(hours, prices.money(hours, value(report.data, "cost", "price_per_gpu_hour")))
+    return replace(action, detail=saved.words(value(report.data, "cost", "currency") or ""))
 
 
 def _rate_figure(snapshot: Snapshot, now: Rate | None) -> Figure:

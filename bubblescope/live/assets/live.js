@@ -8,15 +8,16 @@
 
   function say(message) { if (place.textContent !== message) place.textContent = message; }
 
+  function adopt(element, fresh) {
+    if (element && element.innerHTML !== fresh.innerHTML) element.replaceChildren(...fresh.childNodes);
+  }
+  // The fresh page decides what there is: this one has tables of its own (the story's).
   function replace(fresh, selector) {
-    const [now, then] = [document.querySelectorAll(selector), fresh.querySelectorAll(selector)];
-    now.forEach((element, i) => {
-      if (!then[i] || element.innerHTML === then[i].innerHTML) return;
-      element.replaceChildren(...then[i].childNodes);
-      for (const name of ["class", "hidden"]) {
-        if (then[i].hasAttribute(name)) element.setAttribute(name, then[i].getAttribute(name)); else element.removeAttribute(name);
-      }
-    });
+    for (const element of fresh.querySelectorAll(selector)) adopt(document.getElementById(element.id), element);
+  }
+  function replaceLegends(fresh) {
+    const now = document.querySelectorAll("#timeline .legend");
+    fresh.querySelectorAll("#timeline .legend").forEach((element, i) => adopt(now[i], element));
   }
 
   // Whether the reader is inside the step shown: zoomed in, or reading a bubble's story.
@@ -31,7 +32,7 @@
     if (reading()) { held = [next, fresh]; say("The timeline stays at this step while you look at it. Close the story and show the whole step to follow again."); return; }
     held = null;
     Object.assign(timeline, next);
-    replace(fresh, "#timeline .legend");
+    replaceLegends(fresh);
     replace(fresh, "#step");
     document.getElementById("step").dispatchEvent(new Event("change"));
   }
