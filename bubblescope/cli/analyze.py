@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bubblescope.cli.output import json_option, progress, results, warn, write_text, writing
+from bubblescope.cli.output import (
+    json_option,
+    markdown_option,
+    progress,
+    results,
+    stdout_owner,
+    warn,
+    write_text,
+    writing,
+)
 from bubblescope.errors import InputError, ThresholdExceeded, UsageError
 from bubblescope.model.notice import Notice
 
@@ -28,6 +37,7 @@ class Outputs:
     out: Path | None = None
     html: Path | None = None
     json: str | None = None
+    markdown: str | None = None
     csv: Path | None = None
     perfetto: Path | None = None
 
@@ -83,6 +93,7 @@ def report_options(command: Command) -> Command:
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the report as one HTML file.")
 @json_option
+@markdown_option
 @click.option(
     "--csv", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as CSV."
 )
@@ -125,6 +136,7 @@ def analyze(
     out: Path | None,
     html: Path | None,
     json_to: str | None,
+    markdown_to: str | None,
     csv: Path | None,
     perfetto: Path | None,
     format_name: str,
@@ -157,7 +169,8 @@ def analyze(
         microbatches=microbatches,
         stages=stages,
     )
-    outputs = Outputs(out=out, html=html, json=json_to, csv=csv, perfetto=perfetto)
+    outputs = Outputs(out=out, html=html, json=json_to, markdown=markdown_to, csv=csv, perfetto=perfetto)
+    stdout_owner(json=json_to, markdown=markdown_to)
     with reading_pool(engine, scheduler, jobs) as executor:
         report = make_report(
             list(paths), options, format_name=format_name, executor=executor, names_file=names_file
@@ -188,7 +201,7 @@ def make_report(
 
 def deliver(report: Report, outputs: Outputs) -> None:
     """Write what was asked for, print the summary to stdout and the warnings to stderr."""
-    from bubblescope.views import console, csv, html, json, perfetto
+    from bubblescope.views import console, csv, html, json, markdown, perfetto
 
     for page in outputs.html_files:
         with writing(page):
@@ -196,6 +209,8 @@ def deliver(report: Report, outputs: Outputs) -> None:
             html.write(report, page)
     for target in outputs.json_files:
         write_text(json.render(report), target)
+    if outputs.markdown is not None:
+        write_text(markdown.render(report), outputs.markdown)
     if outputs.csv is not None:
         with writing(outputs.csv):
             csv.write(report, outputs.csv)
@@ -203,7 +218,8 @@ def deliver(report: Report, outputs: Outputs) -> None:
         with writing(outputs.perfetto):
             outputs.perfetto.parent.mkdir(parents=True, exist_ok=True)
             perfetto.write(report, outputs.perfetto)
-    console.print_summary(report, results(outputs.json), next(iter(outputs.html_files), None))
+    owner = stdout_owner(json=outputs.json, markdown=outputs.markdown)
+    console.print_summary(report, results(owner), next(iter(outputs.html_files), None))
     warn(Notice(w["code"], w["message"], w["file"] or "") for w in report.data["source"]["warnings"])
 
 

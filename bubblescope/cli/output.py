@@ -32,6 +32,29 @@ def json_option(command: Command) -> Command:
     )(command)
 
 
+def markdown_option(command: Command) -> Command:
+    """Add ``--markdown FILE|-``; the command gets it as `markdown_to`."""
+    return click.option(
+        "--markdown",
+        "markdown_to",
+        metavar="FILE|-",
+        help="Write a summary for a pull request; '-' writes it, and nothing else, to stdout.",
+    )(command)
+
+
+def stdout_owner(**targets: str | None) -> str | None:
+    """'-' when one of the targets is stdout, for `results`; UsageError when several are.
+
+    >>> stdout_owner(json="-", markdown=None), stdout_owner(json="x.json")
+    ('-', None)
+    """
+    owners = [name for name, target in targets.items() if target == "-"]
+    if len(owners) > 1:
+        wanted = " and ".join(f"--{name} -" for name in owners)
+        raise UsageError(f"{wanted} both want stdout", hint="write one of them to a file")
+    return "-" if owners else None
+
+
 def write_json(data: object, json_to: str) -> None:
     """Write `data` as indented JSON. Figures that are not finite are a bug of the caller (ValueError)."""
     write_text(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n", json_to)

@@ -36,6 +36,17 @@ def percent(value: float | None, digits: int = 1) -> str:
     return MINUS + text if value < 0 and not text.startswith(f"{0:.{digits}f}") else text
 
 
+def points(value: float | None) -> str:
+    """A difference of shares, in percentage points.
+
+    >>> points(0.0312), points(-0.5), points(0.0)
+    ('+3.1 pp', '−50.0 pp', '0.0 pp')
+    """
+    text = percent(value).replace(" %", " pp")
+    rounds_to_nothing = text in (MISSING, "0.0 pp")
+    return text if rounds_to_nothing or text.startswith(MINUS) else f"+{text}"
+
+
 def unit_of(value: float) -> tuple[str, float]:
     """The unit in which a time reads well, and how many of it make a second."""
     size = abs(value)
@@ -55,6 +66,15 @@ def seconds(value: float | None, signed: bool = False) -> str:
         return "0 s"
     unit, scale = unit_of(value)
     return ("+" if signed and value > 0 else "") + f"{number(value * scale)} {unit}"
+
+
+def seconds_signed(value: float | None) -> str:
+    """A difference of times.
+
+    >>> seconds_signed(0.002), seconds_signed(-0.002)
+    ('+2.00 ms', '−2.00 ms')
+    """
+    return seconds(value, signed=True)
 
 
 def milliseconds(value: float | None) -> str:

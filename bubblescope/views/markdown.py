@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bubblescope.views import format as fmt
+from bubblescope.views.comparison import HEAD, Row, rows, verdict
 from bubblescope.views.summary import first_screen, mean_causes, mean_gpu, value
 from bubblescope.views.words import CAUSES, RATIOS
 
 if TYPE_CHECKING:
+    from bubblescope.report.compare import Comparison
     from bubblescope.views.source import ReportLike
 
 
@@ -31,6 +33,22 @@ def render(report: ReportLike) -> str:
     ratios = [f"{name} {_ratio(value(report.data, 'bubble', name))}" for name, _, _ in RATIOS]
     trust = [f"{item.label} {inert(item.value)}{'' if item.ok else ' ⚠'}" for item in screen.trust]
     return "\n".join([*lines, "", " · ".join(ratios), "", " · ".join(trust)]) + "\n"
+
+
+def render_comparison(found: Comparison) -> str:
+    """The same for `bubblescope diff`. What is more than noise is bold."""
+    lines = ["### Pipeline bubbles, before and after", "", inert(verdict(found).sentence), ""]
+    lines += ["| " + " | ".join(HEAD) + " |", "|---|---:|---:|---:|---:|"]
+    lines += [_comparison_line(row) for row in rows(found)]
+    lines += ["", "Seconds per GPU and step. Bold: the interval of the change leaves out 0."]
+    lines += [f"- ⚠ {inert(notice.message)}" for notice in found.notices]
+    return "\n".join(lines) + "\n"
+
+
+def _comparison_line(row: Row) -> str:
+    name = ("· " if row.part else "") + inert(row.name)
+    change = f"**{row.change}**" if row.sure else row.change
+    return f"| {name} | {row.before} | {row.after} | {change} | {row.interval} |"
 
 
 def _ratio(number: float | None) -> str:

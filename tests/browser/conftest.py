@@ -61,10 +61,10 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
-    """``visit(path, size="phone", theme="dark")`` opens a page and waits until its timeline is drawn."""
+    """``visit(path, size="phone", theme="dark")`` opens a page and waits until `ready` is there: its timeline."""
     contexts = []
 
-    def opened(path: Path, size: str = "desktop", theme: str = "light") -> Visit:
+    def opened(path: Path, size: str = "desktop", theme: str = "light", ready: str = "#lanes[data-step]") -> Visit:
         context = browser.new_context(viewport=SIZES[size], color_scheme=theme)
         contexts.append(context)
         page = context.new_page()
@@ -74,7 +74,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
         page.on("request", lambda request: found.requests.append(request.url))
         page.goto(path.as_uri())
-        page.wait_for_selector("#lanes[data-step]")
+        page.wait_for_selector(ready)
         return found
 
     yield opened

@@ -81,6 +81,17 @@ def test_json_on_stdout_leaves_no_room_for_the_summary(capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["schema_version"] == 1
 
 
+def test_markdown_on_stdout_stands_alone_too(capsys: pytest.CaptureFixture[str]) -> None:
+    command.deliver(build(), command.Outputs(markdown="-"))
+    assert capsys.readouterr().out.startswith("### Pipeline bubbles\n")
+
+
+def test_two_outputs_on_stdout_are_refused_before_anything_is_read(bubblescope: Runner) -> None:
+    done = bubblescope("analyze", "nowhere", "--json", "-", "--markdown", "-")
+    assert done.returncode == 2
+    assert "both want stdout" in done.stderr
+
+
 def test_the_limit_is_exceeded_only_above_it() -> None:
     report = build()
     fraction = report.data["bubble"]["fraction"]

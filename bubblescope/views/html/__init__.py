@@ -31,7 +31,7 @@ def render(report: ReportLike, now: datetime | None = None) -> str:
         plotly=plotly,
         scripts=rest,
         styles=parts.trusted(styles),
-        policy=_policy(scripts, styles),
+        policy=parts.policy(scripts, styles),
         unwanted=parts.unwanted_styles(),
     )  # fmt: skip
 
@@ -41,21 +41,3 @@ def write(report: ReportLike, path: str | Path, now: datetime | None = None) -> 
     target = Path(path)
     target.write_text(render(report, now), encoding="utf-8", newline="\n")
     return target
-
-
-def _policy(scripts: list[str], styles: list[str]) -> str:
-    """The page may run exactly these scripts and styles, and may load, send and embed nothing.
-
-    A nonce would not be the same twice; hashes are. No 'unsafe-inline': plotly.js leaves a style sheet alone
-    that is marked ``no-inline-styles``, and ours holds the rules that it would have added (plotly.css).
-    """
-    return "; ".join(
-        (
-            "default-src 'none'",
-            "script-src " + " ".join(parts.digest(text) for text in scripts),
-            "style-src " + " ".join(parts.digest(text) for text in styles),
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )

@@ -1,0 +1,59 @@
+"""The page of `bubblescope diff` in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bubblescope.report.compare import Comparison, compare
+from bubblescope.views.html import comparison
+from tests.support.cases import noisy, report
+
+pytestmark = pytest.mark.browser
+
+axe_module = pytest.importorskip("axe_playwright_python.sync_playwright")
+
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    return compare(report(duration=noisy({3: 1.5}, 1)), report(duration=noisy({3: 1.1}, 2)))
+
+
+@pytest.fixture(scope="module")
+def page_path(found: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return comparison.write(found, ("runs/monday", HOSTILE), tmp_path_factory.mktemp("diff") / "diff.html")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_it_complains_of_nothing_loads_nothing_and_passes_axe(
+    visit: Callable[..., Any], page_path: Path, screenshot: Callable[[Any, str], None], size: str, theme: str
+) -> None:
+    seen = visit(page_path, size, theme, ready="#table-changes")
+    screenshot(seen.page, f"diff-{size}-{theme}")
+    assert seen.all_complaints() == []
+    assert [url for url in seen.requests if not url.startswith(("file:", "data:"))] == []
+    assert seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert HOSTILE in seen.page.inner_text(".facts")
+    result = axe_module.Axe().run(seen.page)
+    assert [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in result.response["violations"]] == []
+
+
+def test_the_theme_button_works_without_charts(visit: Callable[..., Any], page_path: Path) -> None:
+    page = visit(page_path, ready="#table-changes").page
+    page.click("#theme")
+    assert page.inner_text("#theme") == "Theme: light"
+
+
+def test_bars_and_numbers_of_the_changes_agree(visit: Callable[..., Any], page_path: Path, found: Comparison) -> None:
+    page = visit(page_path, ready="#table-changes").page
+    row = page.locator("#table-changes tbody tr", has_text="stage imbalance")
+    bar = row.locator("td.drawing rect").bounding_box()
+    cell = row.locator("td.drawing svg").bounding_box()
+    assert found.causes["stage_imbalance"].difference < 0
+    assert bar["x"] + bar["width"] == pytest.approx(cell["x"] + cell["width"] / 2, abs=1)
