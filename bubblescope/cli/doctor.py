@@ -198,6 +198,21 @@ def _attach(found: Findings) -> None:
     daemon = os.environ.get("KINETO_USE_DAEMON")
     note = "set: jobs of this shell poll for a profiler daemon, and exit up to 10 s later without one"
     found.add("attach", "KINETO_USE_DAEMON", "ok" if daemon else "missing", daemon, note if daemon else "not set")
+    _ranks(found)
+
+
+def _ranks(found: Findings) -> None:
+    """The training ranks of this user on this host, and how each can be attached to."""
+    if sys.platform != "linux":
+        return
+    from bubblescope.attach import discover
+
+    ways = {"agent": "an agent is there", "kineto": "polls for Kineto requests", "no": "not prepared: --via inject"}
+    for rank in discover.ranks():
+        name = f"process {rank.pid}"
+        value = f"rank {'?' if rank.rank is None else rank.rank} of {rank.world or '?'}"
+        state = "missing" if rank.prepared == "no" else "ok"
+        found.add("attach", name, state, value, f"{rank.framework}; {ways[rank.prepared]}; {rank.job or 'no job name'}")
 
 
 def _disk(found: Findings, directory: Path) -> None:

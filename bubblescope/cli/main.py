@@ -31,6 +31,7 @@ class Entry:
 
 COMMANDS = {
     "analyze": Entry("bubblescope.cli.analyze:analyze", "Traces or recordings → attribution, cost, report."),
+    "attach": Entry("bubblescope.cli.attach:attach", "Record a job that is training already, and leave it as it was."),
     "cost": Entry("bubblescope.cli.cost:cost", "What a bubble of so many milliseconds costs."),
     "demo": Entry("bubblescope.cli.demo:demo", "Train a small pipeline here, record it, report its bubbles."),
     "diff": Entry("bubblescope.cli.diff:diff", "Two runs: what changed per cause, with the noise beside it."),

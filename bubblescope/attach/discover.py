@@ -1,0 +1,231 @@
+"""Which training ranks run on this host, of which job, and how each can be reached. Reads /proc and asks agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bubblescope.attach import client, process, protocol
+from bubblescope.attach.process import Process
+from bubblescope.errors import AttachError
+
+_RANKS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+_LAUNCHERS = re.compile(
+    r"(?:^|/)(?:torchrun|deepspeed|accelerate|srun|mpirun|mpiexec)$|torch\.distributed\.(?:run|launch)"
+    r"|deepspeed\.launcher"
+)
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_FRAMEWORKS = ("megatron", "deepspeed", "torchtitan")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One training process. rank, world: None when nobody says. agent: its socket, when it has one.
+
+    kineto: it polls for a profiler daemon. job: the same text in ranks of one job.
+    """
+
+    pid: int
+    rank: int | None
+    world: int | None
+    uid: int
+    framework: str
+    job: str
+    agent: Path | None = None
+    kineto: bool = False
+    environ: Mapping[str, str] | None = None
+    profiler: bool = False
+
+    @property
+    def prepared(self) -> str:
+        """How it can be reached without injecting: "agent", "kineto" or "no"."""
+        return "agent" if self.agent is not None else "kineto" if self.kineto else "no"
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank} (process {self.pid})" if self.rank is not None else f"process {self.pid}"
+
+
+def ranks() -> list[Rank]:
+    """This user's training ranks on this host, by job and rank. Launchers and helper processes are left out."""
+    processes = {one.pid: one for one in map(_try, _pids()) if one is not None and one.uid == os.geteuid()}
+    agents = _agents(processes)
+    found: dict[int, Rank] = {}
+    for pid, one in processes.items():
+        if pid in agents or (_numbers(one.environ)[0] is not None and process.maps_torch(pid)):
+            found[pid] = describe(one, agents.get(pid))
+    helpers = {pid for pid in found if _is_helper(processes[pid], processes, found)}
+    launchers = {p for pid in found.keys() - helpers for p in _ancestors(pid, processes) if p not in agents}
+    kept = [one for pid, one in found.items() if pid not in helpers and not _is_launcher(processes[pid], launchers)]
+    return sorted(kept, key=lambda r: (r.job, r.rank is None, r.rank or 0, r.pid))
+
+
+def describe(one: Process, agent: Path | None) -> Rank:
+    """What is known of a process, without deciding whether it is a rank; a live agent knows best."""
+    rank, world = _numbers(one.environ)
+    made = Rank(
+        pid=one.pid,
+        rank=rank,
+        world=world,
+        uid=one.uid,
+        framework=_framework(one.command),
+        job=job_of(one.environ),
+        kineto=one.environ.get("KINETO_USE_DAEMON", "") not in ("", "0"),
+        environ=one.environ,
+    )
+    if agent is None:
+        return made
+    try:
+        said = client.ask(agent, "status", timeout_s=2.0)
+    except AttachError:
+        return made
+    return replace(
+        made,
+        agent=agent,
+        rank=_number(said.get("rank"), rank),
+        world=_number(said.get("world"), world),
+        framework=str(said.get("framework") or made.framework)[:40],
+        profiler=said.get("profiler") is True,
+    )
+
+
+def one(pid: int) -> Rank:
+    """That process, rank or not. Raises AttachError when there is none, or it cannot be looked at."""
+    try:
+        looked = process.look(pid)
+    except FileNotFoundError:
+        raise AttachError(f"there is no process {pid}", hint="bubblescope doctor lists the training ranks") from None
+    except PermissionError:
+        raise AttachError(
+            f"process {pid} belongs to another user", hint="attach as that user, or as root"
+        ) from None
+    except (OSError, KeyError) as error:
+        raise AttachError(f"process {pid} cannot be looked at: {error}") from error
+    return describe(looked, _agent_of(looked))
+
+
+def below(pid: int) -> list[Rank]:
+    """Ranks that a launcher started, directly or not."""
+    processes = {found.pid: found for found in map(_try, _pids()) if found is not None}
+    return [rank for rank in ranks() if pid in _ancestors(rank.pid, processes)]
+
+
+def of_folder(folder: Path) -> list[Rank]:
+    """Ranks whose job has to do with that folder: it is their working folder, they were started to write there, or
+    a recording in it names their processes."""
+    wanted = folder.resolve()
+    pids = _recorded_pids(wanted)
+    return [rank for rank in ranks() if rank.pid in pids or wanted in _folders(rank)]
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """The same text for ranks of one job.
+
+    >>> job_of({"MASTER_ADDR": "h0", "MASTER_PORT": "29500", "RANK": "3"})
+    'MASTER_ADDR=h0 MASTER_PORT=29500'
+    """
+    return " ".join(f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name))
+
+
+def _folders(rank: Rank) -> set[Path]:
+    environ = rank.environ or {}
+    named = [v for k, v in environ.items() if k.startswith("BUBBLESCOPE_") and v.startswith("/")]
+    try:
+        return {Path(f"/proc/{rank.pid}/cwd").resolve(), *(Path(v).resolve() for v in named)}
+    except OSError:
+        return set()
+
+
+def host_of(recording: Path) -> str | None:
+    """Host that wrote a rank file; None when its header cannot be read."""
+    header = _header(recording)
+    return None if header is None else str(header.get("host"))
+
+
+def _recorded_pids(folder: Path) -> set[int]:
+    here = socket.gethostname()
+    headers = [_header(p) for p in [*folder.glob("rank-*.jsonl"), *folder.glob("recording/rank-*.jsonl")]]
+    return {h["pid"] for h in headers if h is not None and h.get("host") == here and type(h.get("pid")) is int}
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline(1 << 20))
+    except (OSError, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def _pids() -> Iterable[int]:
+    return [int(name.name) for name in Path("/proc").iterdir() if name.name.isdecimal()]
+
+
+def _try(pid: int) -> Process | None:
+    try:
+        return process.look(pid)
+    except (OSError, KeyError, ValueError):  # gone meanwhile, another user's, or a kernel thread
+        return None
+
+
+def _numbers(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+    for rank, world in _RANKS:
+        if environ.get(rank, "").isdecimal():
+            size = environ.get(world, "")
+            return int(environ[rank]), int(size) if size.isdecimal() else None
+    return None, None
+
+
+def _number(value: Any, default: int | None) -> int | None:
+    return value if type(value) is int and value >= 0 else default
+
+
+def _agents(processes: Mapping[int, Process]) -> dict[int, Path]:
+    folders = {protocol.directory_for(os.geteuid())}
+    folders |= {protocol.directory_for(one.uid, one.environ) for one in processes.values()}
+    return {pid: path for folder in folders for pid, path in client.sockets(folder) if pid in processes}
+
+
+def _agent_of(one: Process) -> Path | None:
+    """Its socket, where its own variables or ours put it."""
+    for environ in (one.environ, None):
+        path = protocol.socket_path(protocol.directory_for(one.uid, environ), one.pid)
+        if path.is_socket() or path.is_symlink():
+            return path
+    return None
+
+
+def _ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
+    found: set[int] = set()
+    while pid in processes and processes[pid].parent not in found:
+        pid = processes[pid].parent
+        found.add(pid)
+    return found
+
+
+def _is_helper(one: Process, processes: Mapping[int, Process], found: Mapping[int, Rank]) -> bool:
+    """DataLoader workers and resource trackers inherit the rank of the process that started them."""
+    if found[one.pid].agent is not None:
+        return False
+    if any(text in word for word in one.command for text in _HELPERS):
+        return True
+    mine = _numbers(one.environ)[0]
+    parents = _ancestors(one.pid, processes)
+    return any(pid in found and found[pid].rank == mine and not _is_launcher(processes[pid], {pid}) for pid in parents)
+
+
+def _is_launcher(one: Process, parents_of_ranks: set[int]) -> bool:
+    """torchrun under srun has a rank number of srun's, and ranks of its own below it."""
+    return one.pid in parents_of_ranks and any(_LAUNCHERS.search(word) for word in one.command[:4])
+
+
+def _framework(command: tuple[str, ...]) -> str:
+    text = " ".join(command).lower()
+    return next((name for name in _FRAMEWORKS if name in text), "torch")
