@@ -58,7 +58,7 @@ def durations(program: Program, bases: BaseTable, fixes: Collection[Fix]) -> Flo
     """Node durations, shape (n, K)."""
     out = program.duration.copy()
     if Fix.P2P in fixes:
-        out[np.isin(program.node, (Node.POST, Node.WAIT))] = 0.0
+        out[np.isin(program.node, (Node.POST, Node.WAIT, Node.SENT))] = 0.0
     if Fix.OPTIMIZER in fixes:
         # Whatever else is computed outside the pipeline (gradient scaling, clipping) is removed with it.
         out[(program.node == Node.OP) & ~np.isin(program.kind, SCALED_KINDS)] = 0.0
