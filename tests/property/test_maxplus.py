@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bubblescope.algebra import maxplus
-from bubblescope.algebra.maxplus import CycleError, build_graph, critical_path, longest_path
+from bubblescope.algebra.maxplus import CycleError, build_graph, critical_path, ends_at, longest_path, weigh
 
 Edges = list[tuple[int, int]]
 
@@ -63,6 +63,19 @@ def test_it_equals_networkx_on_random_graphs_in_every_column(dag: tuple[int, Edg
     for k in range(3):
         assert start[:, k].tolist() == by_networkx(n, edges, duration[:, k], delay[:, k], release[:, k]).tolist()
     assert np.array_equal(end, start + duration)
+
+
+@given(dags(), st.integers(0, 2**32))
+def test_chosen_ends_are_those_of_the_whole_evaluation(dag: tuple[int, Edges], seed: int) -> None:
+    n, edges = dag
+    rng = np.random.default_rng(seed)
+    graph = build_graph(n, *split(edges))
+    delay, release = rng.random((len(edges), 2)), rng.random((n, 2))
+    weights = weigh(graph, (n, 2), delay, release)
+    nodes = rng.integers(0, n, 5)
+    for _ in range(2):
+        duration = rng.random((n, 2))
+        assert np.array_equal(ends_at(weights, duration, nodes), longest_path(graph, duration, delay, release)[1][nodes])
 
 
 @given(dags(), st.integers(0, 2**32))
