@@ -26,7 +26,8 @@ class ReadOptions:
 
     max_bytes: inflated size of one file. max_events: events kept of one file. comm_names: a regular expression;
     kernels that match are communication although no built-in name says so. compute_names: the opposite, and
-    it wins. names: the user's rules for ranges (`ingest.usernames` reads them from a file).
+    it wins. names: the user's rules for ranges (`ingest.usernames` reads them from a file). keep_cpu_ops: keep the
+    operators of the host that nothing reads, too.
     """
 
     max_bytes: int = 64 << 30
@@ -34,6 +35,7 @@ class ReadOptions:
     comm_names: str = ""
     compute_names: str = ""
     names: tuple[NameRule, ...] = ()
+    keep_cpu_ops: bool = False
 
 
 DEFAULT = ReadOptions()

@@ -1,0 +1,321 @@
+"""Decoded trace events -> the columns of `Events`, chunk by chunk.
+
+Three ways in, one result: strict events (whole columns at once), lax ones (row by row, any type anywhere), and
+blocks of finished columns from the native scanner.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bubblescope.errors import InputError
+from bubblescope.ingest.events import CATEGORIES, Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.kineto_structs import Complete, Metadata
+from bubblescope.ingest.kineto_values import EXACT_US, INT64, comm_args, integer, nanoseconds
+from bubblescope.ingest.options import ReadOptions
+from bubblescope.ingest.steps import STEP_NAME
+from bubblescope.model import Names, Notice
+
+COLUMNS = ("cat", "start_ns", "end_ns", "name", "pid", "tid", "device", "stream", "corr", "external",
+           "sequence", "fwd_thread", "comm")  # fmt: skip
+_TYPES: dict[str, Any] = {"cat": np.int8, "name": np.int32, "comm": np.int32}
+_NARROW = np.iinfo(np.int32)
+_NOT_KEPT = -1
+_DEVICE_SEEN = (Cat.KERNEL, Cat.MEMCPY, Cat.MEMSET, Cat.RUNTIME)
+# Operators that mean something by their name alone; others only with a sequence number or NCCL metadata.
+_USEFUL = ("autograd::engine::evaluate_function", "nccl:", "gloo:", "c10d::", "record_param_comms", "ProfilerStep")
+
+Block = dict[str, NDArray[Any]]
+"""Some rows of every column."""
+
+
+class _Interned(dict[str, int]):
+    """text -> index in `names`, filled as it is asked."""
+
+    def __init__(self, names: Names) -> None:
+        super().__init__()
+        self._intern = names.intern
+
+    def __missing__(self, text: str) -> int:
+        index = self[text] = self._intern(text)
+        return index
+
+
+class _Codes(dict[str, int]):
+    """Category as written -> `Cat`, or `_NOT_KEPT`."""
+
+    def __missing__(self, text: str) -> int:
+        code = self[text] = int(CATEGORIES.get(text.lower(), _NOT_KEPT))
+        return code
+
+
+class _Useful(dict[str, bool]):
+    """Name of an operator -> whether it is kept for its name."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        super().__init__()
+        self._patterns: tuple[re.Pattern[str], ...] = (STEP_NAME, *(r.pattern for r in options.names))
+
+    def __missing__(self, text: str) -> bool:
+        useful = text.startswith(_USEFUL) or any(p.search(text) for p in self._patterns)
+        self[text] = useful
+        return useful
+
+
+class Columns:
+    """Collects blocks. `seen`: all events; `kept`: complete ones of a known category.
+
+    Once the file has shown that a device was recorded, operators of the host that nothing reads (no sequence number,
+    no NCCL metadata, no telling name) are left out, unless `ReadOptions.keep_cpu_ops`.
+    """
+
+    def __init__(self, path: str, options: ReadOptions) -> None:
+        self.path = path
+        self.max_events = options.max_events
+        self.names = Names()
+        self.comms: list[CommArgs] = []
+        self.processes: dict[int, str] = {}
+        self.seen = 0
+        self.kept = 0
+        self.dropped: Counter[str] = Counter()
+        self.on_device = False
+        self._keep_ops = options.keep_cpu_ops
+        self._last_ns = 0
+        self._interned = _Interned(self.names)
+        self._codes = _Codes()
+        self._useful = _Useful(options)
+        self._comm_index: dict[CommArgs, int] = {}
+        self._threads: dict[str, int] = {}
+        self._blocks: list[Block] = []
+
+    # --- ways in ---------------------------------------------------------------------------------------------
+
+    def add_strict(self, events: list[Any]) -> bool:
+        """Events of `kineto_structs.STRICT`. False, and nothing done, when the lax way must read them."""
+        complete = [e for e in events if type(e) is Complete]
+        cat = np.fromiter(map(self._codes.__getitem__, map(_CAT, complete)), np.int8, len(complete))
+        rows = list(compress(complete, (cat >= 0).tolist()))
+        cat = cat[cat >= 0]
+        start = _strict_ns([e.ts for e in rows])
+        length = _strict_ns([e.dur for e in rows])
+        if start is None or length is None:
+            return False
+        endless = (start == INT64) | (length == INT64)
+        sound = ~endless & (length >= 0)
+        if not sound.all():
+            cat, start, length, rows = cat[sound], start[sound], length[sound], list(compress(rows, sound.tolist()))
+        ids = _strict_ids(rows)
+        if ids is None:
+            return False
+        self.seen += len(events)
+        self._drop("no finite time", int(endless.sum()))
+        self._drop("negative duration", int((~sound & ~endless).sum()))
+        names = np.fromiter(map(self._interned.__getitem__, [e.name for e in rows]), np.int32, len(rows))
+        comm = np.full(len(rows), -1, dtype=np.int32)
+        for i in [i for i, e in enumerate(rows) if e.args.group is not None or e.args.collective is not None]:
+            comm[i] = self.comm(rows[i].args)
+        block: Block = {"cat": cat, "start_ns": start, "end_ns": start + length, "name": names, "comm": comm, **ids}
+        self.add_block(block, len(rows))
+        if len(complete) < len(events):
+            for event in events:
+                if type(event) is Metadata:
+                    self.add_metadata(event)
+        return True
+
+    def add_lax(self, events: Iterable[Any]) -> None:
+        """`kineto_structs.Event` (or `ExactEvent`) objects, in which every value may be anything."""
+        rows: list[tuple[int, ...]] = []
+        for event in events:
+            self.seen += 1
+            if event.ph == "X":
+                cat = self._category(event.cat)
+                row = None if cat == _NOT_KEPT else self._row(event, cat)
+                if row is not None:
+                    rows.append(row)
+            elif event.ph == "M":
+                self.add_metadata(event)
+        if rows:
+            table = np.array(rows, dtype=np.int64)
+            self.add_block({c: table[:, i] for i, c in enumerate(COLUMNS)}, len(rows))
+
+    def add_block(self, block: Block, kept: int) -> None:
+        """Finished columns; `kept`: how many rows of the file they stand for."""
+        self.kept += kept
+        if self.kept > self.max_events:
+            raise InputError(
+                f"more than {self.max_events:,} events",
+                hint="raise the limit (max_events) if you trust the file, or record fewer steps",
+                where=self.path,
+            )
+        if kept == 0:
+            return
+        self._last_ns = max(self._last_ns, int(block["start_ns"].max()))
+        self.on_device = self.on_device or bool(np.isin(block["cat"], _DEVICE_SEEN).any())
+        used = self._used(block)
+        if len(used["cat"]):
+            self._blocks.append({name: _narrowed(name, column) for name, column in used.items()})
+
+    def add_metadata(self, event: Any) -> None:
+        """Names and labels of processes."""
+        if event.name in ("process_name", "process_labels") and event.args is not None:
+            pid = self.thread(event.pid)
+            text = event.args.name if event.name == "process_name" else event.args.labels
+            self.processes[pid] = f"{self.processes.get(pid, '')} {text}".strip()
+
+    # --- out -------------------------------------------------------------------------------------------------
+
+    def last_us(self) -> int:
+        return self._last_ns // 1000
+
+    def build(self, head: dict[str, Any]) -> Scan:
+        """All that was collected. The blocks are given up on the way, so that memory holds them once."""
+        blocks = [self._used(block) for block in self._blocks]
+        self._blocks = []
+        columns: dict[str, Any] = {}
+        for name in COLUMNS:
+            parts = [block.pop(name) for block in blocks]
+            columns[name] = np.concatenate(parts or [np.empty(0, np.int64)]).astype(_TYPES.get(name, np.int64))
+        return Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
+
+    def notices(self) -> list[Notice]:
+        return [
+            Notice("events-dropped", f"{n} events dropped: {why}", self.path) for why, n in sorted(self.dropped.items())
+        ]
+
+    # --- lax -------------------------------------------------------------------------------------------------
+
+    def _drop(self, why: str, count: int) -> None:
+        if count:
+            self.dropped[why] += count
+
+    def _category(self, text: Any) -> int:
+        if not isinstance(text, str):
+            return int(Cat.BARE) if text is None else _NOT_KEPT
+        return self._codes[text]
+
+    def _row(self, event: Any, cat: int) -> tuple[int, ...] | None:
+        start = nanoseconds(event.ts)
+        length = nanoseconds(event.dur)
+        if start is None or length is None:
+            self._drop("no finite time", 1)
+            return None
+        if length < 0:
+            self._drop("negative duration", 1)
+            return None
+        name = event.name if isinstance(event.name, str) else str(event.name or "")
+        args = event.args
+        pid, tid = self.thread(event.pid), self.thread(event.tid)
+        if args is None:
+            tail = (-1, -1, -1, -1, -1, -1, -1)
+        else:
+            tail = (
+                -1 if args.device is None else integer(args.device),
+                -1 if args.stream is None else self.thread(args.stream),
+                -1 if args.correlation is None else integer(args.correlation),
+                -1 if args.external is None else integer(args.external),
+                -1 if args.sequence is None else integer(args.sequence),
+                -1 if args.fwd_thread is None else integer(args.fwd_thread),
+                -1 if args.collective is None and args.group is None else self.comm(args),
+            )
+        return (cat, start, start + length, self._interned[name], pid, tid, *tail)
+
+    # --- shared ----------------------------------------------------------------------------------------------
+
+    def thread(self, value: Any) -> int:
+        """A number as it is ("7", "0x1f" too); any other text gets a negative stand-in of its own."""
+        if type(value) is int and -INT64 < value < INT64:
+            return value
+        number = integer(value, -INT64)
+        if number != -INT64:
+            return number
+        return self._threads.setdefault(str(value), -2 - len(self._threads))
+
+    def comm(self, args: Any) -> int:
+        """The index of this NCCL metadata in `comms`."""
+        made = comm_args(args)
+        found = self._comm_index.get(made)
+        if found is None:
+            found = self._comm_index[made] = len(self.comms)
+            self.comms.append(made)
+        return found
+
+    def _used(self, block: Block) -> Block:
+        if self._keep_ops or not self.on_device:
+            return block
+        idle = (block["cat"] == Cat.CPU_OP) & (block["sequence"] < 0) & (block["comm"] < 0)
+        if not idle.any():
+            return block
+        names = np.unique(block["name"][idle])
+        telling = names[[self._useful[self.names[i]] for i in names.tolist()]]
+        keep = ~idle | np.isin(block["name"], telling)
+        return block if keep.all() else {name: column[keep] for name, column in block.items()}
+
+
+_CAT = attrgetter("cat")
+
+
+def _strict_ids(rows: list[Any]) -> Block | None:
+    """The columns of numbers. None when a thread has a name in place of a number."""
+    args = [e.args for e in rows]
+    columns = {
+        "pid": [e.pid for e in rows],
+        "tid": [e.tid for e in rows],
+        "device": [a.device for a in args],
+        "stream": [a.stream for a in args],
+        "corr": [a.correlation for a in args],
+        "external": [a.external for a in args],
+        "sequence": [a.sequence for a in args],
+        "fwd_thread": [a.fwd_thread for a in args],
+    }
+    out = {name: _numbers(values) for name, values in columns.items()}
+    return None if any(column is None for column in out.values()) else {n: c for n, c in out.items() if c is not None}
+
+
+def _numbers(values: list[Any]) -> Int | None:
+    try:
+        return np.fromiter(values, np.int64, len(values))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    found = [integer(v, -INT64) for v in values]
+    return None if -INT64 in found else np.array(found, dtype=np.int64)
+
+
+def _strict_ns(us: list[Any]) -> Int | None:
+    """Microseconds -> nanoseconds, as `nanoseconds` does; `INT64` for what is out of reach.
+
+    None when some are floats that may have lost their last digits.
+    """
+    try:
+        values = np.fromiter(us, np.float64, len(us))
+    except OverflowError:
+        return None
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest >= EXACT_US:
+        return _large_ns(us)
+    whole = np.floor(values)
+    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
+
+
+def _large_ns(us: list[Any]) -> Int | None:
+    if any(type(v) is float for v in us):
+        return None
+    found = [v * 1000 for v in us]
+    return np.array([ns if -INT64 < ns < INT64 else INT64 for ns in found], dtype=np.int64)
+
+
+def _narrowed(name: str, column: NDArray[Any]) -> NDArray[Any]:
+    """Half the memory while the file is read, where the values allow it."""
+    fixed = _TYPES.get(name)
+    if fixed is not None:
+        return column.astype(fixed)
+    if column.min() >= _NARROW.min and column.max() <= _NARROW.max:
+        return column.astype(np.int32)
+    return column.astype(np.int64)

@@ -1,0 +1,125 @@
+"""What of a trace event is decoded, as msgspec structs: a strict shape for what torch writes, a lax one for the rest.
+
+The strict shape is a union tagged by ``ph``: of all but complete and metadata events nothing is built. Whatever it
+refuses (another type, a missing time, an unknown phase) is read by the lax one, which takes any value anywhere.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any, Union
+
+import msgspec
+
+PHASES = "BEbeniIsftCPNODRcvVSTpFGW(),"
+"""The phases of the Chrome format beside X (complete) and M (metadata), and those of its older versions."""
+
+
+class Args(msgspec.Struct, gc=False):
+    """The few arguments that are used; every one may have any JSON type."""
+
+    correlation: Any = None
+    device: Any = None
+    stream: Any = None
+    name: Any = None
+    labels: Any = None
+    external: Any = msgspec.field(default=None, name="External id")
+    sequence: Any = msgspec.field(default=None, name="Sequence number")
+    fwd_thread: Any = msgspec.field(default=None, name="Fwd thread id")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    group: Any = msgspec.field(default=None, name="Process Group Name")
+    members: Any = msgspec.field(default=None, name="Process Group Ranks")
+    rank: Any = msgspec.field(default=None, name="Rank")
+    src: Any = msgspec.field(default=None, name="Src Rank")
+    dst: Any = msgspec.field(default=None, name="Dst Rank")
+    seq: Any = msgspec.field(default=None, name="Seq")
+    elements_in: Any = msgspec.field(default=None, name="In msg nelems")
+    elements_out: Any = msgspec.field(default=None, name="Out msg nelems")
+    dtype: Any = None
+    bytes: Any = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """One trace event; times in microseconds, whatever they are written as."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: Args | None = None
+
+
+class ExactEvent(msgspec.Struct, gc=False):
+    """`Event` with decimal times, for stamps that a float64 cannot hold to the nanosecond."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Decimal | None = None
+    dur: Decimal | None = None
+    args: Args | None = None
+
+
+class StrictArgs(msgspec.Struct, gc=False, frozen=True):
+    """`Args` with the types that Kineto gives them; -1 where there is none."""
+
+    correlation: int = -1
+    device: int = -1
+    stream: int | str = -1
+    external: int = msgspec.field(default=-1, name="External id")
+    sequence: int = msgspec.field(default=-1, name="Sequence number")
+    fwd_thread: int = msgspec.field(default=-1, name="Fwd thread id")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    group: Any = msgspec.field(default=None, name="Process Group Name")
+    members: Any = msgspec.field(default=None, name="Process Group Ranks")
+    rank: Any = msgspec.field(default=None, name="Rank")
+    src: Any = msgspec.field(default=None, name="Src Rank")
+    dst: Any = msgspec.field(default=None, name="Dst Rank")
+    seq: Any = msgspec.field(default=None, name="Seq")
+    elements_in: Any = msgspec.field(default=None, name="In msg nelems")
+    elements_out: Any = msgspec.field(default=None, name="Out msg nelems")
+    dtype: Any = None
+    bytes: Any = None
+
+
+class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """A complete event of the strict shape."""
+
+    ts: int | float
+    dur: int | float
+    pid: int | str
+    tid: int | str
+    name: str = ""
+    cat: str = ""
+    args: StrictArgs = StrictArgs()
+
+
+class _LabelArgs(msgspec.Struct, gc=False):
+    name: Any = None
+    labels: Any = None
+
+
+class Metadata(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
+    """A metadata event."""
+
+    name: Any = None
+    pid: Any = None
+    args: _LabelArgs | None = None
+
+
+_OTHERS = tuple(
+    msgspec.defstruct(f"_Phase{ord(letter)}", [], gc=False, tag_field="ph", tag=letter) for letter in PHASES
+)
+
+_UNION: Any = Union[(Complete, Metadata, *_OTHERS)]
+
+STRICT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[_UNION])
+LAX = msgspec.json.Decoder(list[Event])
+EXACT = msgspec.json.Decoder(list[ExactEvent])
+ONE = msgspec.json.Decoder(Event)
+COMM_ARGS = msgspec.json.Decoder(Args)
