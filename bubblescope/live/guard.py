@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 from collections.abc import Mapping
 from urllib.parse import parse_qs
 
@@ -28,6 +29,8 @@ MOST_BODY = 4096
 COOKIE = "bubblescope"
 OPEN_PATHS = "/assets/"
 """Scripts and styles of the package: the same everywhere, and needed by the login page."""
+
+_HOST = re.compile(r"(\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]]+))(:\d+)?")
 
 POLICY = "; ".join(
     (
@@ -137,11 +140,9 @@ def _cookie(token: str) -> str:
 
 
 def _name_of(headers: Headers) -> str:
-    """The host that the request names, without its port."""
-    host = headers.get("host", "")
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    """The host that the request names, without its port; "" for what is no host."""
+    found = _HOST.fullmatch(headers.get("host", ""))
+    return "" if found is None else found["six"] or found["name"]
 
 
 def _with_headers(send: Send) -> Send:
