@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,31 @@ class Run:
     def empty(cls) -> Run:
         return cls(spans=Spans.empty(), names=Names())
 
+    def __repr__(self) -> str:
+        return f"Run({', '.join(self._facts())})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same facts, and every notice."""
+        notices = "".join(f"<li><code>{escape(n.code)}</code> {escape(n.message)}</li>" for n in self.notices)
+        found = f"<ul>{notices}</ul>" if notices else ""
+        return f"<p><b>Run</b>: {escape(', '.join(self._facts()))}</p>{found}"
+
+    def _facts(self) -> list[str]:
+        steps = np.unique(self.spans.step[self.spans.step >= 0])
+        return [
+            _count(len(self.ranks), "rank"),
+            _count(len(steps), "step"),
+            _count(len(self.spans), "span"),
+            self.layout.schedule or "schedule not known",
+            self.source.format or "no source",
+            _count(len(self.notices), "notice"),
+        ]
+
     @property
     def ranks(self) -> list[int]:
         """Ranks that have spans, ascending."""
         return [int(r) for r in np.unique(self.spans.rank)]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -105,6 +105,13 @@ class Report:
         _view("html").write(self, target)
         return target
 
+    def __repr__(self) -> str:
+        return f"Report: {_view('notebook').sentence(self)}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the first screen and the causes, without scripts. Figures are drawn when asked for."""
+        return _view("notebook").render(self)  # type: ignore[no-any-return]
+
     def timeline_figure(self, **options: Any) -> Any:
         return _view("figures").timeline_figure(self, **options)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bubblescope.views import format as fmt
 from bubblescope.views.figures import balance_figure, causes_figure, heatmap_figure, steps_figure
 from bubblescope.views.html import tables
+from bubblescope.views.html.bar import slices
 from bubblescope.views.html.payload import timeline
 from bubblescope.views.summary import (
     best_actions,
@@ -36,18 +37,6 @@ class Page:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A part of the bar of all GPU time; offset and share in percent of the bar."""
-
-    name: str
-    label: str
-    colour: str
-    offset: str
-    share: str
-    text: str
-
-
 def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = None) -> Page:
     """only: the steps that the timeline offers, None = as many as fit."""
     data = report.data
@@ -59,7 +48,7 @@ def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = 
             "facts": _facts(data),
             "written": None if now is None else fmt.moment(now),
             "version": fmt.plain(data.get("bubblescope_version") or ""),
-            "slices": _slices(data),
+            "slices": slices(data),
             "shares_text": unavailable(data, "causes", "cause"),
             "causes": CAUSES,
             "operations": {k: v for k, v in OPERATIONS.items() if k in set(report.ops["kind"])},
@@ -117,22 +106,6 @@ def _facts(data: dict[str, Any]) -> list[str]:
     if framework:
         found.append(fmt.plain(framework))
     found.append(f"recorded {fmt.moment(data.get('created'))}")
-    return found
-
-
-def _slices(data: dict[str, Any]) -> list[Slice]:
-    """All GPU time: useful work, then the causes that take time, largest family first as in `CAUSES`."""
-    busy, window, causes = mean_gpu(data, "busy"), mean_gpu(data, "window"), mean_causes(data)
-    if busy is None or not window:
-        return []
-    parts = [("work", "useful work", "", busy)]
-    parts += [(c.name, c.label, c.colour, causes[c.name] or 0.0) for c in CAUSES]
-    drawn = [p for p in parts if p[3] > 5e-4 * window]  # what would print as 0.0 % has no width either
-    whole, at, found = sum(p[3] for p in drawn), 0.0, []
-    for name, label, colour, length in drawn:
-        share = 100 * length / whole
-        found.append(Slice(name, label, colour, f"{at:.3f}", f"{share:.3f}", fmt.percent(length / window)))
-        at += share
     return found
 
 

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from bubblescope.views.format import plain
 from bubblescope.views.json import strict
 
+TEMPLATES = ("report.html.j2", "parts.html.j2", "diff.html.j2", "notebook.html.j2")
 _INJECTED_STYLE = re.compile(r'if\(!document\.getElementById\("([0-9a-f]{64})"\)\)')
 """plotly.js adds the style sheet of its maps, which no figure here needs, unless an element has this id already."""
 
@@ -54,7 +55,7 @@ def asset(name: str, package: str = "bubblescope.views.html") -> str:
 @cache
 def environment(*more: tuple[str, str]) -> jinja2.Environment:
     """The report's templates, and those of other packages as (package, file name)."""
-    own = [("bubblescope.views.html", name) for name in ("report.html.j2", "parts.html.j2", "diff.html.j2")]
+    own = [("bubblescope.views.html", name) for name in TEMPLATES]
     source = {
         name: files(package).joinpath("templates", name).read_text(encoding="utf-8") for package, name in (*own, *more)
     }
