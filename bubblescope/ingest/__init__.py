@@ -39,6 +39,7 @@ FORMATS: dict[str, Format] = {
     for f in (
         Format("recording", "bubblescope.ingest.recording"),
         Format("straggler", "bubblescope.ingest.straggler"),
+        Format("nsys", "bubblescope.ingest.nsys", files=True),
         Format("kineto", "bubblescope.ingest.kineto", files=True),
     )
 }

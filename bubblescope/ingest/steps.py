@@ -14,8 +14,9 @@ STEP_NAME = re.compile(r"ProfilerStep#?\s*(\d{1,9})|iter_\d{1,7}_(\d{1,9})\Z")
 """torch's profiler, and the zero-bubble schedules' ``iter_{rank}_{step}``."""
 OPTIMIZER_RANGE = re.compile(r"Optimizer\.step#")
 OPTIMIZER_KERNEL = re.compile(
-    r"multi_tensor_apply|fused_?adam|adamw?_|_adam|\bsgd|lamb|adagrad|optimizer|FusedOptimizer", re.IGNORECASE
+    r"multi_tensor_apply|fused_?adam|adamw?_|_adam|\bsgd|lamb(?!da)|adagrad|FusedOptimizer", re.IGNORECASE
 )
+"""Names of optimizer kernels. Half of torch's elementwise kernels have a ``{lambda()#1}`` in theirs."""
 _LONGEST_PERIOD = 20_000
 
 

@@ -7,15 +7,15 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.ingest.steps import OPTIMIZER_KERNEL
 from bubblescope.model import Kind, Lane, Run
+
+__all__ = ["AUTOGRAD", "OPTIMIZER_KERNEL", "around", "backward_evidence", "issue_time", "launched", "name_mask"]
 
 Int = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 AUTOGRAD = "autograd::engine::evaluate_function"
-OPTIMIZER_KERNEL = re.compile(
-    r"multi_tensor_apply|fused_?adam|adamw?_|_adam|\bsgd|lamb|adagrad|FusedOptimizer", re.IGNORECASE
-)
 
 
 def issue_time(run: Run) -> Int:

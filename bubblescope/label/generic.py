@@ -63,13 +63,25 @@ def label(run: Run) -> Run:
     if not todo:
         return _only_direction(run, [])
     labeller = _Labeller.of(run)
-    placed = [r for r in todo if stage_of_rank(run, r) >= 0]
+    placed = [r for r in todo if stage_of_rank(run, r) >= 0 and labeller.tells_direction(r)]
     for rank in placed:
         labeller.collect(rank)
     labeller.learn()
     labeller.assign()
     run = labeller.result()
-    return _only_direction(run, [r for r in todo if r not in placed])
+    left = [r for r in todo if r not in placed]
+    return _only_direction(run, left).with_notices(*_undirected(run, left))
+
+
+def _undirected(run: Run, ranks: list[int]) -> list[Notice]:
+    known = [str(r) for r in ranks if stage_of_rank(run, r) >= 0]
+    if not known:
+        return []
+    message = (
+        f"the messages of rank {', '.join(known[:8])} name no peer, and no autograd call is around their launches: "
+        "forward and backward cannot be told apart there"
+    )
+    return [Notice("direction-unknown", message)]
 
 
 def _stages_of_labelled(run: Run) -> Run:
@@ -162,6 +174,16 @@ class _Labeller:
         )  # fmt: skip
 
     # -- collecting
+
+    def tells_direction(self, rank: int) -> bool:
+        """Whether forward and backward messages of `rank` can be told apart: an inner stage exchanges both with both
+        neighbours, so there it takes peers or autograd's evidence."""
+        spans, stage = self.run.spans, stage_of_rank(self.run, rank)
+        if stage in (0, (self.run.layout.stages or 0) - 1):
+            return True
+        mine = spans.rank == rank
+        messages = mine & np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
+        return bool((spans.peer[messages] >= 0).any() or (self.sense[mine] < 0).any())
 
     def collect(self, rank: int) -> None:
         """Cut the compute rows of every step of `rank` at its messages."""

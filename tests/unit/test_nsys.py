@@ -1,0 +1,238 @@
+"""Nsight Systems exports: the truth of the generated job, a real sample, and files that lack or break something."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bubblescope.align import prepare
+from bubblescope.errors import InputError
+from bubblescope.ingest import ReadOptions, read
+from bubblescope.model import Kind, Lane, Run
+from bubblescope.report.build import build
+from tests.support import kineto_gen, nsys_gen
+from tests.support.kineto_gen import Shape, Style, simulate, traces
+from tests.support.nsys_gen import Export
+from tests.unit.test_kineto import idle_without_transfer
+
+SAMPLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "nsys" / "mfu_2gpu_after.sqlite"
+TRUTH = simulate(Shape(steps=2))
+KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+IDLE = pytest.approx([46.55, 45.67, 45.67, 20.26], abs=0.01)
+
+
+def documents(**style: Any) -> dict[int, Any]:
+    return traces(TRUTH, Style(launches=True, **style))
+
+
+def wrong_kernels(run: Run) -> int:
+    s, wrong = run.spans, 0
+    compute = s.lane == Lane.COMPUTE
+    base = int(s.start_ns[compute].min()) - min(o.start_ns for o in TRUTH.ops)
+    for op in TRUTH.ops:
+        rows = compute & (s.rank == op.rank)
+        rows &= (s.start_ns >= op.start_ns + base) & (s.end_ns <= op.end_ns + base)
+        told = set(zip(s.kind[rows].tolist(), s.stage[rows].tolist(), s.microbatch[rows].tolist(), strict=True))
+        wrong += told != {(KINDS[op.kind], op.rank, op.microbatch)}
+    return wrong
+
+
+@pytest.mark.parametrize("ranges", ["zero bubble", "runtime", "torch", ""])
+@pytest.mark.parametrize(
+    "export",
+    [Export(), Export(init=False), Export(start_end=True), Export(normalized=True), Export(old_schema=True)],
+    ids=["blobs", "no init", "start/end", "normalised", "2021 columns"],
+)
+def test_every_kernel_gets_its_operation(tmp_path: Path, ranges: str, export: Export) -> None:
+    """Backward kernels are launched by another thread than the one that holds the range. Without ranges the messages
+    tell, as long as payloads say who sends to whom."""
+    if not ranges and export.old_schema:
+        pytest.skip("neither ranges nor payloads: another test")
+    if ranges == "zero bubble" and export.old_schema:
+        pytest.skip("zero-bubble names need the messages' peers for the stage")
+    nsys_gen.write(tmp_path / "job.sqlite", documents(ranges=ranges, autograd=True), export)
+    run = prepare(read(tmp_path))
+    assert run.source.format == "nsys"
+    assert wrong_kernels(run) == 0
+    assert sorted(set(run.spans.step.tolist()) - {-1}) == [3, 4]
+    if not export.old_schema:
+        assert len(run.links.p2p) == len(TRUTH.messages)
+        assert set(run.spans.bytes[run.links.p2p[:, 0]].tolist()) == {TRUTH.shape.bytes}
+
+
+def test_idle_of_the_four_stage_job_is_what_it_must_be(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    nsys_gen.write(tmp_path / "job.sqlite", traces(truth, Style(launches=True)))
+    assert idle_without_transfer(prepare(read(tmp_path))) == IDLE
+
+
+def test_the_report_is_that_of_the_kineto_traces_of_the_same_job(tmp_path: Path) -> None:
+    docs = documents(host=lambda rank: "node0")
+    kineto_gen.write(tmp_path / "kineto", docs)
+    nsys_gen.write(tmp_path / "nsys" / "job.sqlite", docs)
+    ours, theirs = (build(prepare(read(tmp_path / f))).data for f in ("nsys", "kineto"))
+    assert ours["bubble"] == theirs["bubble"]
+    for cause, row in theirs["causes"].items():
+        assert ours["causes"][cause]["seconds"] == pytest.approx(row["seconds"], abs=1e-9), cause
+
+
+def test_several_files_are_one_job_and_utc_lays_them_together(tmp_path: Path) -> None:
+    """Each session counts from its own start: the second one here began 3 ms later."""
+    docs = documents()
+    late = 3_000_000
+    for document in (docs[2], docs[3]):
+        for event in document["traceEvents"]:
+            event["ts"] -= late / 1000
+    nsys_gen.write(tmp_path / "a" / "node0.sqlite", {r: docs[r] for r in (0, 1)}, Export(init=False))
+    shifted = Export(init=False, epoch_ns=Export().epoch_ns + late, host="node0")
+    nsys_gen.write(tmp_path / "a" / "node1.sqlite", {r: docs[r] for r in (2, 3)}, shifted)
+    run = prepare(read(tmp_path / "a"))
+    assert run.ranks == [0, 1, 2, 3]
+    assert wrong_kernels(run) == 0
+    assert "rank-assumed" in [n.code for n in run.notices]
+
+
+def test_one_file_per_rank_takes_its_rank_from_the_name(tmp_path: Path) -> None:
+    for rank, document in documents(ranges="runtime").items():
+        nsys_gen.write(tmp_path / f"rank{3 - rank}.sqlite", {rank: document}, Export(init=False))
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 2, 3]
+    assert run.layout.inferred["ranks"] == "file name"
+
+
+def test_ranks_that_nothing_tells_are_refused_and_listed(tmp_path: Path) -> None:
+    for rank, document in documents().items():
+        nsys_gen.write(tmp_path / f"{'abcd'[rank]}.sqlite", {rank: document}, Export(init=False, blobs=False))
+    with pytest.raises(InputError, match=r"ranks of 4 exports.*a\.sqlite, b\.sqlite") as caught:
+        read(tmp_path)
+    assert "rank%q{RANK}" in caught.value.hint
+
+
+def test_without_blobs_and_ranges_autograd_threads_tell_the_direction(tmp_path: Path) -> None:
+    nsys_gen.write(tmp_path / "job.sqlite", documents(autograd=True), Export(blobs=False))
+    run = prepare(read(tmp_path))
+    assert run.layout.inferred["stages"] == "rank order; the message counts fit one chain"
+    assert wrong_kernels(run) == 0
+
+
+def test_where_nothing_tells_the_direction_causes_are_unavailable(tmp_path: Path) -> None:
+    nsys_gen.write(tmp_path / "job.sqlite", documents(), Export(blobs=False))
+    report = build(prepare(read(tmp_path)))
+    assert "direction-unknown" in [w["code"] for w in report.data["source"]["warnings"]]
+    assert report.data["causes"]["stage_imbalance"]["seconds"] is None
+    for gpu in report.data["gpus"]:
+        assert gpu["busy"] == pytest.approx(TRUTH.busy_ns(gpu["rank"]) / 2e9, abs=1e-8)
+
+
+def test_without_blobs_ranges_still_tell_what_each_gpu_did(tmp_path: Path) -> None:
+    nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(blobs=False))
+    run = prepare(read(tmp_path))
+    assert wrong_kernels(run) == 0
+    kinds = set(run.spans.kind[run.spans.lane == Lane.COMM].tolist())
+    assert kinds == {Kind.SEND, Kind.RECV}, "the calls around the launch say send or receive"
+
+
+def test_graphs_traced_as_a_whole_are_busy_and_said(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(graph_mode=True))
+    connection = sqlite3.connect(path)
+    connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (1000, 5000, 0, 1, 1, 7, 5, ?)",
+                       [(1 << 48) | (4000 << 24)])  # fmt: skip
+    connection.commit()
+    connection.close()
+    run = read(path)
+    assert "cuda-graphs-whole" in [n.code for n in run.notices]
+    assert "CUDA graph" in {run.names[i] for i in run.spans.name[run.spans.lane == Lane.COMPUTE].tolist()}
+
+
+def test_launched_graphs_without_device_events_are_said(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(), Export(graph_mode=True))
+    connection = sqlite3.connect(path)
+    connection.execute("INSERT INTO StringIds VALUES (9999, 'cudaGraphLaunch_v10000')")
+    connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (10, 20, 0, ?, 77, 9999, 0)",
+                       [(1 << 48) | (4000 << 24) | 1])  # fmt: skip
+    connection.commit()
+    connection.close()
+    assert any(n.code == "cuda-graphs-missing" and "1 CUDA graph" in n.message for n in read(path).notices)
+
+
+def test_correlation_ids_of_two_processes_do_not_mix(tmp_path: Path) -> None:
+    """The generated ranks use the same correlation ids; launches must stay within their process."""
+    run = read(nsys_gen.write(tmp_path / "job.sqlite", documents()))
+    s, launch = run.spans, run.links.launch
+    assert len(launch)
+    assert (s.rank[launch[:, 0]] == s.rank[launch[:, 1]]).all()
+    assert (s.corr[launch[:, 0]] == s.corr[launch[:, 1]]).all()
+
+
+def test_a_report_file_gets_the_command_that_exports_it(tmp_path: Path) -> None:
+    (tmp_path / "run.nsys-rep").write_bytes(b"NVIDIA\0\1\2")
+    with pytest.raises(InputError, match="binary format") as caught:
+        read(tmp_path / "run.nsys-rep")
+    assert "nsys export --type sqlite --include-blobs=true run.nsys-rep" in caught.value.hint
+
+
+def test_a_database_of_somebody_else_is_not_ours(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "x.sqlite")
+    connection.execute("CREATE TABLE people (name TEXT)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(InputError, match="no Nsight Systems export"):
+        read(tmp_path / "x.sqlite")
+
+
+def test_an_export_without_gpu_events_says_how_to_record_them(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "x.sqlite", {}, Export())
+    with pytest.raises(InputError, match="no GPU events") as caught:
+        read(path)
+    assert "--trace=cuda,nvtx" in caught.value.hint
+
+
+@pytest.mark.parametrize("table", sorted(set(nsys_gen.DDL) - {"CUPTI_ACTIVITY_KIND_KERNEL"}))
+def test_any_table_may_be_missing(tmp_path: Path, table: str) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(lacking=(table,)))
+    assert len(prepare(read(path)).spans)
+
+
+def test_a_truncated_export_gives_its_rows_or_a_reason(tmp_path: Path) -> None:
+    whole = nsys_gen.write(tmp_path / "whole.sqlite", documents(ranges="runtime")).read_bytes()
+    for share in (0.2, 0.5, 0.9):
+        path = tmp_path / f"cut{share}.sqlite"
+        path.write_bytes(whole[: int(len(whole) * share)])
+        try:
+            run = read(path)
+        except InputError as error:
+            assert error.where == str(path)
+            continue
+        assert any(n.code == "table-damaged" for n in run.notices)
+
+
+def test_too_many_events_are_refused(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents())
+    with pytest.raises(InputError, match="more than 10 events"):
+        read(path, options=ReadOptions(max_events=10))
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="../shared/data is not beside this checkout")
+def test_the_real_sample_has_no_pipeline_and_exact_busy_time() -> None:
+    """Two H100s of a sequence-parallel job: SendRecv kernels are an all-to-all, and no pipeline is made of them."""
+    run = prepare(read(SAMPLE))
+    report = build(run).data
+    assert report["pipeline"]["stages"] is None
+    assert report["bubble"]["fraction"] is None
+    s = run.spans
+    comm = s.lane == Lane.COMM
+    connection = sqlite3.connect(f"file:{SAMPLE}?mode=ro&immutable=1", uri=True)
+    (kernels,) = connection.execute("SELECT count(*) FROM CUPTI_ACTIVITY_KIND_KERNEL").fetchone()
+    (sends, total) = connection.execute(
+        "SELECT count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.shortName "
+        "WHERE s.value LIKE 'nccl%'"
+    ).fetchone()
+    connection.close()
+    assert int((s.lane == Lane.COMPUTE).sum()) == kernels - sends
+    columns = (s.rank[comm].tolist(), s.start_ns[comm].tolist(), s.end_ns[comm].tolist())
+    distinct = set(zip(*columns, strict=True))
+    assert len(distinct) == sends == 62
+    assert sum(b - a for _, a, b in distinct) == total
