@@ -73,6 +73,7 @@ def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+@pytest.mark.real
 def test_forward_and_backward_of_each_layer_are_measured() -> None:
     recorder, model = FakeRecorder(), Model()
     timers = LayerTimers(recorder)
