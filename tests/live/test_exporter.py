@@ -155,7 +155,8 @@ def test_the_text_file_is_replaced_whole(tmp_path: Path, job: Recorded) -> None:
     folder, target = tmp_path / "run", tmp_path / "out" / "bubblescope.prom"
     target.parent.mkdir()
     job.write(folder, range(6))
-    metrics = exporter.registry(lambda snapshot=_watched(folder).snapshot: snapshot)
+    snapshot = _watched(folder).snapshot
+    metrics = exporter.registry(lambda: snapshot)
     exporter.write_textfile(metrics, target)
     before = target.stat().st_ino
     exporter.write_textfile(metrics, target)
@@ -172,6 +173,7 @@ def test_a_text_file_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path)
 
 def test_openmetrics_is_spoken_to_who_asks_for_it(tmp_path: Path, job: Recorded) -> None:
     job.write(tmp_path, range(6))
-    metrics = exporter.registry(lambda snapshot=_watched(tmp_path).snapshot: snapshot)
+    snapshot = _watched(tmp_path).snapshot
+    metrics = exporter.registry(lambda: snapshot)
     body, content_type = exporter.render(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
