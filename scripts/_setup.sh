@@ -3,6 +3,7 @@
 #
 #   setup_venv EXTRA…     .venv with bubblescope (editable), the extras and torch; quick when nothing changed
 #   setup_chromium        Debian's chromium for the browser tests, where it is missing and can be installed
+#   setup_prometheus      the same for prometheus and promtool, which the dashboards' tests ask
 
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -91,4 +92,18 @@ setup_chromium() {
   find_chromium >/dev/null && return
   echo "warning: no chromium, so the browser tests will fail" >&2
   echo "hint: install it, or name it: BUBBLESCOPE_CHROMIUM=/path/to/chrome $0" >&2
+}
+
+has_prometheus() { command -v prometheus >/dev/null && command -v promtool >/dev/null; }
+
+setup_prometheus() {
+  has_prometheus && return
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing prometheus for the dashboards' tests"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; } \
+      </dev/null >/dev/null || true
+  fi
+  has_prometheus && return
+  echo "warning: no prometheus and promtool, so the dashboards' tests will fail" >&2
+  echo "hint: install them: apt-get install prometheus, or https://prometheus.io/download" >&2
 }
