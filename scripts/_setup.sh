@@ -2,13 +2,17 @@
 # Needs bash, git and Python >= 3.11: the first of python3, python3.13, … that is new enough, or PYTHON=….
 #
 #   setup_venv EXTRA…     .venv with bubblescope (editable), the extras and torch; quick when nothing changed
+#   setup_frameworks      .venv-frameworks: bubblescope beside Megatron-Core, DeepSpeed and torchtitan
 #   setup_chromium        Debian's chromium for the browser tests, where it is missing and can be installed
 #   setup_prometheus      the same for prometheus and promtool, which the dashboards' tests ask
 
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$REPO/.venv"
+FRAMEWORKS="$REPO/.venv-frameworks"
 TORCH_PIN="torch==2.13.0"
+FRAMEWORK_PINS=("megatron-core==0.16.1" "deepspeed==0.19.8" "torchtitan==0.3.0" "triton" "lightning" "transformers"
+  "accelerate" "mlflow-skinny")
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 cd "$REPO"
 
@@ -71,6 +75,26 @@ setup_venv() {
   fi
   install_torch
   "$VENV/bin/pip" install --quiet --editable ".${extras:+[$extras]}"
+  printf '%s\n' "$want" >"$stamp"
+}
+
+# An environment of its own: these frameworks pin packages that nothing else here should be held to.
+setup_frameworks() {
+  local python want stamp="$FRAMEWORKS/.setup"
+  python=$(find_python)
+  want=$(fingerprint "$python" "${FRAMEWORK_PINS[*]}")
+  if [[ -x $FRAMEWORKS/bin/python && $(cat "$stamp" 2>/dev/null) == "$want" ]]; then
+    return
+  fi
+  say "setting up .venv-frameworks: ${FRAMEWORK_PINS[*]}"
+  if ! "$FRAMEWORKS/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear "$FRAMEWORKS"
+  fi
+  VENV="$FRAMEWORKS" install_torch
+  # DeepSpeed comes as source, whose build asks for these.
+  "$FRAMEWORKS/bin/pip" install --quiet setuptools wheel packaging ninja
+  "$FRAMEWORKS/bin/pip" install --quiet "$TORCH_PIN" "${FRAMEWORK_PINS[@]}"
+  "$FRAMEWORKS/bin/pip" install --quiet --editable .
   printf '%s\n' "$want" >"$stamp"
 }
 

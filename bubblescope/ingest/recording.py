@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
-from bubblescope.ingest import hostclocks
+from bubblescope.ingest import hostclocks, settled
 from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
@@ -506,17 +506,22 @@ def _rank_notices(files: list[_File]) -> list[Notice]:
 
 def _spans_of(file: _File, names: Names, notices: list[Notice]) -> Spans:
     parts = []
-    bad = 0
+    bad = combined = 0
     for step in file.steps:
         if step.partial:
             continue
-        part = _spans_of_step(file, step, names)
+        part, split = settled.split_combined(_spans_of_step(file, step, names), names)
+        part = settled.evaluation(part, names) if step.eval else part
+        combined += split
         good = part.end_ns >= part.start_ns
         bad += int((~good).sum())
         parts.append(part if good.all() else part.take(good))
     if bad:
         message = f"rank {file.rank}: {bad} rows that end before they start are left out"
         notices.append(Notice("rows-dropped", message, str(file.path)))
+    if combined:
+        message = f"rank {file.rank}: {combined} calls ran a forward and a backward mixed; a third is the forward's"
+        notices.append(Notice("combined-split", message, str(file.path)))
     spans = Spans.concat(parts)
     return _on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans
 

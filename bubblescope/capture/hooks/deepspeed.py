@@ -6,13 +6,20 @@ made: patching the methods would change nothing. So each engine gets a map of it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from bubblescope.capture.hooks.shared import Enclosing, check_version, device_name, message_number
+from bubblescope.capture.hooks.shared import (
+    Enclosing,
+    check_version,
+    device_name,
+    installed_version,
+    message_number,
+)
 from bubblescope.capture.hooks.torch_common import group_name
 from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
@@ -42,15 +49,11 @@ def knows(thing: Any) -> bool:
 
 def install(recorder: Recorder) -> None:
     """Hook the engines' schedule execution; instructions are hooked when an engine first executes one."""
-    import sys
-
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    version = str(getattr(sys.modules.get("deepspeed"), "__version__", "") or _installed_version())
-    check_version(recorder, "DeepSpeed", version, OLDEST, NEWEST)
+    engine = sys.modules["deepspeed.runtime.pipe.engine"].PipelineEngine
+    check_version(recorder, "DeepSpeed", installed_version("deepspeed", "deepspeed"), OLDEST, NEWEST)
     job = _Job(recorder)
     recorder.patches.around(
-        PipelineEngine,
+        engine,
         "_exec_schedule",
         "schedule.step",
         needs=("self", "pipe_schedule"),
@@ -58,16 +61,6 @@ def install(recorder: Recorder) -> None:
         after=job.end,
         abort=job.fail,
     )
-
-
-def _installed_version() -> str:
-    """The hook goes in while DeepSpeed is still being imported, before it says its version."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 # ---- one engine

@@ -8,6 +8,7 @@ looked up at each call and is recorded all the same.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -18,6 +19,7 @@ from bubblescope.capture.hooks.shared import (
     TimedWork,
     check_version,
     device_of,
+    installed_version,
     message_number,
 )
 from bubblescope.capture.hooks.torch_common import group_name
@@ -47,10 +49,11 @@ def knows(thing: Any) -> bool:
 
 def install(recorder: Recorder) -> None:
     """Hook schedules, their compute and messages, gradients and optimizers."""
-    import megatron.core
-    from megatron.core.pipeline_parallel import p2p_communication, schedules
-
-    check_version(recorder, "Megatron-Core", str(getattr(megatron.core, "__version__", "")), OLDEST, NEWEST)
+    # Not by import statements: Megatron is still being imported, and its packages lack these names yet.
+    schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
+    p2p_communication = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    version = installed_version("megatron.core", "megatron-core")
+    check_version(recorder, "Megatron-Core", version, OLDEST, NEWEST)
     job = _Job(recorder, schedules)
     _hook_schedules(job, schedules)
     _hook_compute(job, schedules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,19 @@ def check_version(recorder: Recorder, framework: str, version: str, oldest: str,
             f"{framework} {version or 'of unknown version'} was not tried with this bubblescope (tried: {oldest} to "
             f"{newest}); what its functions do not offer is left out"
         )
+
+
+def installed_version(module: str, package: str) -> str:
+    """The framework's version; "" when unknown. While it is still being imported it may not say so itself."""
+    from importlib import metadata
+
+    said = getattr(sys.modules.get(module), "__version__", "")
+    if said:
+        return str(said)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,0 +1,55 @@
+"""Rows of a recorded step that stand for something else than they seem to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bubblescope.model import Kind, Lane, Names, Spans
+
+COMBINED = "combined"
+"""Name of a forward and a backward that ran interleaved, layer by layer, in one call."""
+_FORWARD_SHARE = 1 / 3
+
+
+def evaluation(spans: Spans, names: Names) -> Spans:
+    """An evaluation's rows, out of the way: they are evidence (device -1), and one busy row covers them.
+
+    Its forwards and messages are no part of the training step in whose window they fall, and its waits no bubbles
+    of that step.
+
+    >>> rows = Spans.from_columns(2, kind=Kind.FORWARD, device=0, start_ns=[0, 10], end_ns=[5, 20])
+    >>> made = evaluation(rows, Names())
+    >>> made.device.tolist(), made.kind.tolist(), made.end_ns.tolist()
+    ([-1, -1, 0], [1, 1, 0], [5, 20, 20])
+    """
+    busy = spans.take(spans.device >= 0)
+    if not len(busy):
+        return spans
+    cover = Spans.from_columns(
+        1,
+        rank=int(busy.rank[0]),
+        step=-1,
+        lane=Lane.COMPUTE,
+        kind=Kind.OTHER,
+        device=int(busy.device[0]),
+        start_ns=int(busy.start_ns.min()),
+        end_ns=int(busy.end_ns.max()),
+        name=names.intern("evaluation"),
+    )
+    return Spans.concat([spans.with_columns(device=np.full(len(spans), -1)), cover])
+
+
+def split_combined(spans: Spans, names: Names) -> tuple[Spans, int]:
+    """Give the forward and the backward of one combined call a part of its time each; and how many calls there were.
+
+    Both rows have the interval of the call. A backward takes twice as long as a forward, as far as nothing is known.
+    """
+    if COMBINED not in names.texts:
+        return spans, 0
+    rows = (spans.name == names.intern(COMBINED)) & (spans.lane == Lane.COMPUTE)
+    cut = spans.start_ns + ((spans.end_ns - spans.start_ns) * _FORWARD_SHARE).astype(np.int64)
+    forward = rows & (spans.kind == Kind.FORWARD)
+    settled = spans.with_columns(
+        start_ns=np.where(rows & ~forward, cut, spans.start_ns), end_ns=np.where(forward, cut, spans.end_ns)
+    )
+    return settled, int(forward.sum())

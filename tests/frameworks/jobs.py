@@ -1,0 +1,60 @@
+"""Starts the training scripts of this folder with torchrun, with and without `bubblescope run` before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = ROOT / ".venv-frameworks" / "bin"
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended: losses of each step (None when it wrote none), exit status, what it said."""
+
+    losses: Any
+    status: int
+    output: str
+
+
+def job(
+    folder: Path,
+    script: str,
+    *arguments: str,
+    run: tuple[str, ...] | None = None,
+    ranks: int = 2,
+    environment: dict[str, str] | None = None,
+    file_bytes: int | None = None,
+    timeout_s: float = 240.0,
+) -> Ended:
+    """Run `script` on two ranks. run: arguments of `bubblescope run` before the command; None = without us.
+
+    file_bytes: no file of the job can grow beyond it, as on a disk that is full.
+    """
+    assert BIN.exists(), "there is no .venv-frameworks: scripts/test makes it"
+    losses = folder / "losses.json"
+    losses.unlink(missing_ok=True)
+    launcher = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launcher, str(SCRIPTS / script), *arguments, "--losses", str(losses)]
+    if run is not None:
+        command = [str(BIN / "bubblescope"), "run", *run, "--", *command]
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        preexec_fn=None if file_bytes is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes,) * 2),
+        check=False,
+    )
+    said = json.loads(losses.read_text()) if losses.exists() else None
+    return Ended(said, ended.returncode, ended.stdout)

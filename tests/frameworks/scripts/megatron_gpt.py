@@ -1,0 +1,153 @@
+"""A GPTModel of Megatron-Core trained on CPU over gloo: 1F1B, or interleaved with two chunks on each rank.
+
+Knows nothing of bubblescope. Megatron-Core is written for CUDA; `on_cpu` sends it to the CPU.
+
+    torchrun --nproc-per-node 2 megatron_gpt.py --chunks 2 --losses out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+SEQUENCE, ROWS, WORDS = 16, 2, 128
+
+
+class ToCpu(TorchFunctionMode):
+    """Factory calls that name a CUDA device make their tensors on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def on_cpu() -> TorchFunctionMode:
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    mode = ToCpu()
+    mode.__enter__()
+    return mode
+
+
+def build(options: argparse.Namespace, rank: int, world: int) -> list[Any]:
+    import megatron.core.tensor_parallel.random as random
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    chunks = options.chunks
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=world, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
+    random.initialize_rng_tracker()
+    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    config = TransformerConfig(
+        num_layers=world * chunks, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
+        pipeline_model_parallel_size=world, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32, batch_p2p_comm=False, overlap_p2p_comm=options.overlap,
+        deallocate_pipeline_outputs=not options.overlap,  # gloo reads from a tensor while it sends it
+        attention_dropout=0.0, hidden_dropout=0.0, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False, bias_activation_fusion=False,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="LayerNorm")
+    made = []
+    for chunk in range(chunks):
+        torch.manual_seed(chunk * world + rank)
+        made.append(
+            GPTModel(
+                config,
+                spec,
+                WORDS,
+                SEQUENCE,
+                pre_process=rank == 0 and chunk == 0,
+                post_process=rank == world - 1 and chunk == chunks - 1,
+                share_embeddings_and_output_weights=False,
+                vp_stage=chunk if chunks > 1 else None,
+            )
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--overlap", action="store_true", help="isend and irecv, waited for later")
+    parser.add_argument("--evaluate", action="store_true", help="a forward-only call after each second step")
+    parser.add_argument("--pad-ms", type=float, default=0.0, help="sleep so long in each forward")
+    parser.add_argument("--losses", required=True)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    on_cpu()
+    models = build(options, rank, world)
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    optimizer = torch.optim.AdamW([p for m in models for p in m.parameters()], lr=1e-2)
+    tokens = torch.arange(SEQUENCE + 1).repeat(ROWS, 1)
+    places = torch.arange(SEQUENCE).repeat(ROWS, 1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
+
+    def batches() -> Any:
+        while True:
+            yield tokens
+
+    def forward_step(data: Any, model: Any) -> Any:
+        batch = next(data)
+        out = model(batch[:, :-1], places, mask, labels=batch[:, 1:])
+        time.sleep(options.pad_ms / 1e3)
+
+        def loss(value: Any) -> Any:
+            mean = value.mean()
+            return mean, {"loss": mean.detach()}
+
+        return out, loss
+
+    run = get_forward_backward_func()
+    losses = []
+
+    def call(forward_only: bool) -> Any:
+        return run(
+            forward_step_func=forward_step,
+            data_iterator=[batches() for _ in models] if len(models) > 1 else batches(),
+            model=models if len(models) > 1 else models[0],
+            num_microbatches=options.microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=ROWS,
+            forward_only=forward_only,
+        )
+
+    for step in range(options.steps):
+        optimizer.zero_grad()
+        said = call(False)
+        optimizer.step()
+        if said:
+            losses.append(float(sum(x["loss"] for x in said) / len(said)))
+        if options.evaluate and step % 2:
+            call(True)
+    if losses:
+        Path(options.losses).write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    main()

@@ -1,0 +1,111 @@
+"""torchtitan's llama3 debug model, cut and scheduled by torchtitan itself, trained on CPU over gloo.
+
+Knows nothing of bubblescope. torchtitan's Trainer needs an accelerator; this is what it does around the schedule.
+
+    torchrun --nproc-per-node 2 torchtitan_llama3.py --schedule 1F1B --losses out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._utils
+import torch.distributed as dist
+
+WORDS, LENGTH = 2048, 64
+
+
+class PlainAttention(torch.nn.Module):
+    """Stands in for flex attention, which needs CUDA."""
+
+    def forward(self, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def build(options: argparse.Namespace, world: int) -> tuple[Any, list[Any], bool, bool]:
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
+    from torchtitan.models.llama3 import model_registry
+
+    config = model_registry("debugmodel").model
+    with torch.device("meta"):
+        model = config.build()
+    schedule, parts, first, last = pipeline_llm(
+        model,
+        parallel_dims=ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=world, ep=1, world_size=world),
+        training=TrainingConfig(local_batch_size=options.microbatches, seq_len=LENGTH),
+        parallelism=ParallelismConfig(
+            pipeline_parallel_degree=world,
+            pipeline_parallel_schedule=options.schedule,
+            pipeline_parallel_microbatch_size=1,
+        ),
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+        device=torch.device("cpu"),
+        model_config=config,
+        parallelize_fn=lambda part, **_: part,
+        loss_fn=CrossEntropyLoss.Config().build(),
+    )
+    for number, part in enumerate(parts):
+        torch.manual_seed(number)
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights(buffer_device=torch.device("cpu"))
+        part.train()
+        for module in part.modules():
+            if "inner_attention" in module._modules:
+                module._modules["inner_attention"] = PlainAttention()
+    return schedule, parts, first, last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--losses", required=True)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan.tools.utils asks at import
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    schedule, parts, first, last = build(options, dist.get_world_size())
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, WORDS, (options.microbatches, LENGTH + 1), generator=generator)
+    valid = torch.tensor(float(options.microbatches * LENGTH))
+    losses = []
+    for _ in range(options.steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        said: list[Any] = []
+        schedule.step(
+            *((tokens[:, :-1],) if first else ()),
+            return_outputs=False,
+            loss_kwargs={"global_valid_tokens": valid},
+            **({"target": tokens[:, 1:], "losses": said} if last else {}),
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+        if said:
+            losses.append(float(sum(loss.detach() for loss in said)))
+    if losses:
+        Path(options.losses).write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
