@@ -256,6 +256,8 @@ def _meeting(problem: _Problem, a: int, b: int, drift: Float, guess: float, slac
         s, r = int(row[0]), int(row[1])
         send = row[2:4] * (1 + drift[s])
         receive = row[4:6] * (1 + drift[r])
+        if send[0] == send[1]:
+            continue  # A mark of where the message was made, derived by a reader: it does not end with the receive.
         shift = guess if s == a else -guess
         if receive[0] < send[0] + shift - slack:
             gap = receive[1] - send[1]

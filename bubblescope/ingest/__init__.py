@@ -39,6 +39,9 @@ FORMATS: dict[str, Format] = {
     for f in (
         Format("recording", "bubblescope.ingest.recording"),
         Format("straggler", "bubblescope.ingest.straggler"),
+        Format("megatronapp", "bubblescope.ingest.megatronapp"),
+        Format("ndtimeline", "bubblescope.ingest.ndtimeline"),
+        Format("megatron_log", "bubblescope.ingest.megatron_log"),
         Format("nsys", "bubblescope.ingest.nsys", files=True),
         Format("kineto", "bubblescope.ingest.kineto", files=True),
     )

@@ -1,0 +1,253 @@
+"""MegatronApp (MegaScan) traces: a Chrome list of begin and end marks, one process per pipeline rank.
+
+Each rank's iteration is counted from its own start, so there is no clock across ranks: how far they can be shifted is
+left to the alignment, which has only what each operation needs of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bubblescope.errors import InputError
+from bubblescope.ingest.decompress import blocks
+from bubblescope.ingest.oprecords import Job, Place, Record, build
+from bubblescope.ingest.options import DEFAULT
+from bubblescope.model import Kind, Lane, Notice, Run
+
+_MARKS = (b'"pp_rank"', b'"iteration begin"')
+_PEEK = 1 << 20
+_SUFFIX = (".json", ".json.gz")
+
+KINDS: dict[str, tuple[Lane, Kind]] = {
+    "forward": (Lane.COMPUTE, Kind.FORWARD),
+    "forward-warmup": (Lane.COMPUTE, Kind.FORWARD),
+    "backward": (Lane.COMPUTE, Kind.BACKWARD),
+    "backward-cooldown": (Lane.COMPUTE, Kind.BACKWARD),
+    "optimizer": (Lane.COMPUTE, Kind.OPTIMIZER),
+    "allreduce": (Lane.COMM, Kind.COLLECTIVE),
+}
+_MESSAGES = ("recv-", "send-", "exchange-")
+# Two tracks of one rank are tensor-parallel ranks when they take equally long, to this share.
+_LOCKSTEP = 0.02
+
+
+def can_read(path: Path) -> bool:
+    """Whether the file at `path` is such a trace."""
+    if not path.is_file() or not path.name.lower().endswith(_SUFFIX):
+        return False
+    try:
+        start = next(iter(blocks(str(path), 1 << 40, [])), b"")[:_PEEK]
+    except InputError:
+        return False
+    return start.lstrip().startswith(b"[") and any(mark in start for mark in _MARKS)
+
+
+def read(paths: Sequence[str | Path]) -> Run:
+    """One Run; of several files each must be of other ranks. Raises InputError for what is no such trace."""
+    files = [str(p) for p in paths]
+    notices: list[Notice] = []
+    events = [e for path in files for e in _events(path, notices)]
+    tracks = _tracks(events, files[0], notices)
+    return build(_job(tracks, files, notices))
+
+
+def _events(path: str, notices: list[Notice]) -> list[dict[str, Any]]:
+    text = b"".join(blocks(path, DEFAULT.max_bytes, notices)).decode("utf-8", "replace")
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        found = _prefix(text, path, notices)
+    events = [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
+    if not events:
+        raise InputError("no events in the trace", hint="a MegatronApp trace is a JSON list of events", where=path)
+    return events
+
+
+def _prefix(text: str, path: str, notices: list[Notice]) -> list[Any]:
+    """The events before the place at which the JSON breaks."""
+    decoder, at, out = json.JSONDecoder(strict=False), text.find("[") + 1, []
+    while at > 0:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        try:
+            event, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            break
+        out.append(event)
+    message = f"the JSON breaks at character {at}; the {len(out)} events before it are used"
+    notices.append(Notice("trace-truncated", message, path))
+    return out
+
+
+@dataclass(eq=False)
+class _Track:
+    """One (pid, tid): its marks by iteration."""
+
+    pid: int
+    tid: int
+    pp: int = -1
+    iterations: dict[int, list[tuple[str, int, int, dict[str, Any]]]] = field(default_factory=dict)
+    begins: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    reduces: dict[int, int] = field(default_factory=dict)
+
+    def order(self) -> list[tuple[str, Any, Any]]:
+        marks = (mark for ops in self.iterations.values() for mark in ops)
+        return [(name, args.get("microbatch"), args.get("model_chunk")) for name, _, _, args in marks]
+
+    def length(self) -> int:
+        return sum(self.limits(i)[1] - self.limits(i)[0] for i in self.iterations)
+
+    def limits(self, iteration: int) -> tuple[int, int]:
+        ops = self.iterations[iteration]
+        low = self.begins.get(iteration, min(o[1] for o in ops))
+        high = self.ends.get(iteration, max(o[2] for o in ops))
+        return min(low, *(o[1] for o in ops)), max(high, *(o[2] for o in ops))
+
+
+def _tracks(events: list[dict[str, Any]], path: str, notices: list[Notice]) -> list[_Track]:
+    out: dict[tuple[int, int], _Track] = {}
+    open_: dict[tuple[int, int, str], tuple[int, dict[str, Any]]] = {}
+    lost: Counter[str] = Counter()
+    for event in events:
+        pid, tid, ts = (_whole(event.get(k)) for k in ("pid", "tid", "ts"))
+        name, phase = str(event.get("name", "")), event.get("ph")
+        given = event.get("args")
+        args: dict[str, Any] = given if isinstance(given, dict) else {}
+        iteration = _whole(args.get("iteration"))
+        if pid is None or ts is None or iteration is None:
+            lost["no pid, time or iteration"] += 1
+            continue
+        track = out.setdefault((pid, tid or 0), _Track(pid, tid or 0))
+        if phase == "B":
+            open_[(pid, tid or 0, name)] = (ts * 1000, args)
+        elif phase == "E":
+            began = open_.pop((pid, tid or 0, name), None)
+            if began is None or ts * 1000 < began[0]:
+                lost["end without a begin"] += 1
+                continue
+            track.iterations.setdefault(iteration, []).append((name, began[0], ts * 1000, {**began[1], **args}))
+            track.pp = _whole(args.get("pp_rank"), track.pp)
+        elif name in ("iteration begin", "iteration end", "reduce"):
+            where = {"iteration begin": track.begins, "iteration end": track.ends, "reduce": track.reduces}[name]
+            where[iteration] = ts * 1000
+    lost["begin without an end"] += len(open_)
+    if lost.total():
+        why = ", ".join(f"{n} × {reason}" for reason, n in sorted(lost.items()) if n)
+        notices.append(Notice("events-dropped", f"{lost.total()} events dropped: {why}", path))
+    return [out[k] for k in sorted(out) if out[k].iterations]
+
+
+def _whole(value: Any, otherwise: Any = None) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 50:
+        return otherwise
+    return int(value)
+
+
+def _job(tracks: list[_Track], files: list[str], notices: list[Notice]) -> Job:
+    """Tracks of a rank are tensor-parallel ranks when they run alike, else recordings of their own."""
+    if not tracks:
+        raise InputError("no operation of any rank ends in the trace", hint="is the file whole?", where=files[0])
+    alike = _alike(tracks)
+    width = 1 + max(t.tid for t in tracks) if alike else 1
+    rank_of = {id(t): t.pid * width + (t.tid if alike else 0) for t in tracks}
+    tids = sorted({t.tid for t in tracks})
+    if not alike and len(tids) > 1:
+        message = (
+            f"the tracks of a rank ({len(tids)}) are not of one iteration: they are read as {len(tids)} recordings of "
+            "the same ranks, one after the other"
+        )
+        notices.append(Notice("steps-joined", message, files[0]))
+    records: list[Record] = []
+    steps: dict[tuple[int, int], tuple[int, int]] = {}
+    groups: list[tuple[int, int]] = []
+    at, number = 0, 0
+    for batch in [tracks] if alike else [[t for t in tracks if t.tid == tid] for tid in tids]:
+        numbers = {it: number + i for i, it in enumerate(sorted({it for t in batch for it in t.iterations}))}
+        low = min(t.limits(it)[0] for t in batch for it in t.iterations)
+        for track in batch:
+            for iteration in track.iterations:
+                _iteration(track, iteration, rank_of[id(track)], numbers[iteration], at - low, records, steps, groups)
+        at += max(t.limits(it)[1] for t in batch for it in t.iterations) - low
+        number += len(numbers)
+    places = _places(tracks, rank_of, width)
+    _place_stages(records, places)
+    _unmarked(records, groups, notices, files[0])
+    return Job("megatronapp", tuple(files), records, places, steps, "megatron", groups, notices)
+
+
+def _alike(tracks: list[_Track]) -> bool:
+    """Whether all tracks of each pid run the same operations in the same time."""
+    by_pid: dict[int, list[_Track]] = {}
+    for track in tracks:
+        by_pid.setdefault(track.pid, []).append(track)
+    for group in by_pid.values():
+        lengths = [t.length() for t in group]
+        if max(lengths) - min(lengths) > _LOCKSTEP * max(lengths) or any(t.order() != group[0].order() for t in group):
+            return False
+    return True
+
+
+def _iteration(
+    track: _Track, iteration: int, rank: int, step: int, shift: int,
+    records: list[Record], steps: dict[tuple[int, int], tuple[int, int]], groups: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    low, high = track.limits(iteration)
+    steps[(rank, step)] = (low + shift, high + shift)
+    for name, start, end, args in track.iterations[iteration]:
+        lane, kind = KINDS.get(name, (Lane.RANGE, Kind.OTHER))
+        if name.startswith(_MESSAGES):
+            lane, kind = Lane.COMM, Kind.OTHER
+        marked = kind in (Kind.FORWARD, Kind.BACKWARD)
+        records.append(
+            Record(
+                rank, step, lane, kind, start + shift, end + shift, name,
+                chunk=_whole(args.get("model_chunk"), 0) if marked else -1,
+                microbatch=_whole(args.get("microbatch"), -1) if marked else -1,
+            )
+        )  # fmt: skip
+    reduce = track.reduces.get(iteration)
+    if reduce is not None and reduce < high:
+        groups.append((step, len(records)))
+        limits = (reduce + shift, high + shift)
+        records.append(Record(rank, step, Lane.WAIT, Kind.COLLECTIVE, *limits, "reduce", group="iteration end"))
+
+
+def _places(tracks: list[_Track], rank_of: dict[int, int], width: int) -> dict[int, Place]:
+    seen: Counter[tuple[int, int]] = Counter()
+    out: dict[int, Place] = {}
+    for track in sorted(tracks, key=lambda t: rank_of[id(t)]):
+        rank = rank_of[id(track)]
+        if rank in out:
+            continue
+        pp, tp = max(track.pp, 0), rank % width
+        out[rank] = Place(pp, seen[(pp, tp)] * width + tp, tp, f"rank {rank} (iterations from 0)")
+        seen[(pp, tp)] += 1
+    return out
+
+
+def _place_stages(records: list[Record], places: dict[int, Place]) -> None:
+    """Megatron's interleaving: chunk c of position d is stage c·p + d."""
+    p = max(place.pp for place in places.values()) + 1
+    for i, r in enumerate(records):
+        if r.kind in (Kind.FORWARD, Kind.BACKWARD) and r.chunk >= 0:
+            records[i] = replace(r, stage=r.chunk * p + places[r.rank].pp)
+
+
+def _unmarked(records: list[Record], groups: list[tuple[int, int]], notices: list[Notice], path: str) -> None:
+    lengths = list(_lengths(records, groups))
+    if lengths:
+        message = (
+            f"between the mark 'reduce' and the end of the iteration ({min(lengths) / 1e6:.1f} to "
+            f"{max(lengths) / 1e6:.1f} ms) nothing is marked: gradient reduction and optimizer count as one collective"
+        )
+        notices.append(Notice("tail-unmarked", message, path))
+
+
+def _lengths(records: list[Record], groups: list[tuple[int, int]]) -> Iterator[int]:
+    return (records[row].end_ns - records[row].start_ns for _, row in groups)
