@@ -20,7 +20,7 @@ class NoAgent(AttachError):
     """That process has no agent, or none that we may trust."""
 
 
-def ask(path: Path, command: str, timeout_s: float = TIMEOUT_SECONDS, **fields: Any) -> dict[str, Any]:
+def ask(path: Path, command: str, timeout_s: float = TIMEOUT_SECONDS, **fields: object) -> dict[str, Any]:
     """Send one command and give its answer.
 
     Raises NoAgent when nobody answers there or it is not who it should be, AttachError when it refuses.

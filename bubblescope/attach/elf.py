@@ -66,7 +66,7 @@ def _symbols(data: bytes) -> Iterator[tuple[bytes, int]]:
             if section:
                 start = strings + name
                 yield data[start : data.index(b"\0", start)], value
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise NotFound(f"damaged ELF file: {error}") from None
 
 
@@ -91,7 +91,7 @@ def load_address(path: Path) -> int:
             kind, _flags, _offset, address = struct.unpack_from("<IIQQ", head, table + i * size)
             if kind == _PT_LOAD:
                 return int(address & ~0xFFF)
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:
         raise NotFound(f"damaged ELF file: {error}") from None
     raise NotFound(f"{path} has no loaded segment")
 

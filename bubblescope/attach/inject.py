@@ -24,6 +24,7 @@ from bubblescope.errors import AttachError
 PYTHONS = ((3, 11), (3, 13))
 """First and last version for which placing a call is known to work and the agent's code runs."""
 
+HUNG_SECONDS = 10.0
 CALL_SECONDS = 1.0
 TRIES = 3
 GDB_SECONDS = 30.0
@@ -88,8 +89,11 @@ def why_not(pid: int) -> str:
         return f"its interpreter does not show the functions that are needed (a static build?): {error}"
     except OSError as error:
         return f"its interpreter cannot be read: {error}"
-    if not process.makes_progress(pid):
-        return "its main thread has done nothing for 3 s (hung?); `py-spy dump` shows where, without touching it"
+    if not process.makes_progress(pid, HUNG_SECONDS):
+        return (
+            f"its main thread has done nothing for {HUNG_SECONDS:g} s (hung?); `py-spy dump --pid {pid}` shows where, "
+            "without touching it"
+        )
     return ""
 
 

@@ -119,7 +119,7 @@ def _cannot_take_part(pid: int, fields: dict[str, str]) -> str:
     return ""
 
 
-def makes_progress(pid: int, within_s: float = 3.0) -> bool:
+def makes_progress(pid: int, within_s: float) -> bool:
     """Whether the main thread used the processor, or woke up, within that time: a hung rank does neither."""
     before = _activity(pid)
     ends = time.monotonic() + within_s

@@ -6,28 +6,17 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from bubblescope.attach import client, discover, inject, kineto, numbering, process, protocol
+from bubblescope.attach import client, discover, inject, kineto, numbering, process, protocol, together
 from bubblescope.attach.discover import Rank
-from bubblescope.errors import AttachError, BubblescopeError, InputError, UsageError
+from bubblescope.errors import AttachError, InputError, UsageError
 
 WAYS = ("auto", "agent", "kineto", "inject", "gdb")
 DEFAULT_SECONDS = 5.0
-EXTRA_STEPS = 3
-"""Recorded beyond what was asked for: ranks begin at different steps, and the first one is left out."""
-
 AGENT_SECONDS = 20.0
 """How long an agent may take to appear after it was injected."""
-
-LONGEST_STEPS_SECONDS = 3600.0
-OUT_SECONDS = 120.0
-"""How long hooks may take to come out before we stop watching; the agent takes them out at the next step anyway."""
-
-LEASE_SECONDS = 15.0
-POLL_SECONDS = 0.1
 
 Tell = Callable[[str], None]
 Confirm = Callable[[str], bool]
@@ -196,28 +185,11 @@ def _enter(rank: Rank, tell: Tell, *, with_gdb: bool) -> Rank:
 # ---- recording through agents
 
 
-@dataclass
-class _Watch:
-    """One rank during a window. ended: why there is nothing more to come from it."""
-
-    rank: Rank
-    state: str = ""
-    ended: str = ""
-    stall_ms: float = 0.0
-    warnings: list[str] = field(default_factory=list)
-
-
 def _by_agent(ranks: Sequence[Rank], plan: Plan, via: str, tell: Tell) -> Attached:
     folder = plan.out.absolute() / "recording"
     _prepare_folder(folder, ranks)
-    watches = [_Watch(rank) for rank in ranks]
-    _start(watches, folder, plan)
     tell(f"recording {len(ranks)} ranks into {folder}")
-    try:
-        _follow(watches, plan)
-    except BaseException:
-        _stop(watches)
-        raise
+    watches = together.record(ranks, folder, plan.seconds or DEFAULT_SECONDS, plan.steps, tell)
     warnings = [f"{w.rank.label}: {w.ended}" for w in watches if w.ended]
     warnings += sorted({text for w in watches for text in w.warnings})
     if not any(folder.glob("rank-*.jsonl")):
@@ -240,68 +212,6 @@ def _prepare_folder(folder: Path, ranks: Sequence[Rank]) -> None:
     owner = ranks[0].uid
     if os.geteuid() == 0 and owner != 0 and folder.stat().st_uid == 0:
         os.chown(folder, owner, -1)
-
-
-def _start(watches: Sequence[_Watch], folder: Path, plan: Plan) -> None:
-    """All ranks or none: one that refuses ends the windows of those before it."""
-    fields: dict[str, Any] = {"out": str(folder), "lease_s": LEASE_SECONDS}
-    if plan.steps is not None:
-        fields |= {"steps": plan.steps + EXTRA_STEPS, "seconds": LONGEST_STEPS_SECONDS}
-    else:
-        fields["seconds"] = plan.seconds or DEFAULT_SECONDS
-    for i, watch in enumerate(watches):
-        assert watch.rank.agent is not None
-        try:
-            client.ask(watch.rank.agent, "start", **fields)
-        except AttachError as error:
-            _stop(watches[:i])
-            raise AttachError(f"{watch.rank.label}: {error.what}", hint=error.hint) from error
-
-
-def _stop(watches: Sequence[_Watch]) -> None:
-    for watch in watches:
-        if watch.rank.agent is not None:
-            try:
-                client.ask(watch.rank.agent, "stop")
-            except BubblescopeError:
-                continue  # it is gone, or its lease ends it
-
-
-def _follow(watches: Sequence[_Watch], plan: Plan) -> None:
-    """Until every window is over or its rank has ended. Steps are waited for as long as they take."""
-    removing_since: float | None = None
-    while True:
-        for watch in watches:
-            if not watch.ended and watch.state != "done":
-                _ask(watch)
-        going = [w for w in watches if not w.ended and w.state != "done"]
-        if not going:
-            return
-        if all(w.state in ("removing", "finishing") for w in going):
-            removing_since = removing_since or time.monotonic()
-            if time.monotonic() - removing_since > OUT_SECONDS:
-                for watch in going:
-                    watch.ended = "it has come to no further step; its hooks come out when it does"
-                return
-        time.sleep(POLL_SECONDS)
-
-
-def _ask(watch: _Watch) -> None:
-    assert watch.rank.agent is not None
-    try:
-        window = client.ask(watch.rank.agent, "status")["window"]
-    except client.NoAgent:
-        if not process.exists(watch.rank.pid):
-            watch.ended = "it ended while it was being recorded"
-        else:
-            time.sleep(0.2)
-            watch.state = "unheard"
-        return
-    watch.state = str(window["state"])
-    watch.stall_ms = max(watch.stall_ms, float(window["stall_ms"]))
-    watch.warnings = [str(text) for text in window["warnings"]]
-    if watch.state == "failed":
-        watch.ended = str(window["error"])
 
 
 # ---- recording through Kineto
