@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bubblescope.algebra import intervals
 from bubblescope.algebra.intervals import rows_by
+from bubblescope.align.match import one_sided_transfer
 from bubblescope.analysis.idle import COMMUNICATION, DeviceSets, IdleTable, all_sets, measure
 from bubblescope.analysis.operations import (
     COOLDOWN,
@@ -295,12 +296,15 @@ def has_phases(operations: Operations, n_windows: int) -> NDArray[np.bool_]:
 def _local_causes(
     run: Run, windows: Windows, w: Int, start: Int, end: Int, idle: Int, sets: dict[int, DeviceSets]
 ) -> Float:
-    """data_loading and host_launch from the rank itself, bare collectives whole; P2P waits stay unexplained."""
+    """data_loading and host_launch from the rank itself, bare collectives whole; of a receive its last part, as long as
+    such transfers take at best (§3), and what is left of P2P waits stays unexplained."""
     causes = np.zeros((len(w), len(CAUSES)))
     spans = run.spans
+    moving = one_sided_transfer(run)
     by_rank = dict(rows_by(spans.rank))
     for rank, rows in rows_by(windows.rank[w]):
         own = spans.take(by_rank[rank])
+        moved = moving[by_rank[rank]]
         busy = sets[rank].busy
         device = own.device >= 0
         talks = device & np.isin(own.lane, COMMUNICATION)
@@ -308,6 +312,9 @@ def _local_causes(
         p2p = intervals.subtract(_bare(own, talks & (own.kind != Kind.COLLECTIVE), busy), collective)
         taken = intervals.merge([busy, collective, p2p])
         data = intervals.subtract(_set(own, own.kind == Kind.DATA), taken)
+        arriving = (moved > 0) & (own.kind == Kind.RECV)
+        tail = intervals.union(own.end_ns[arriving] - moved[arriving], own.end_ns[arriving])
+        transfer = intervals.subtract(tail, intervals.merge([busy, collective]))
 
         def within(chosen: intervals.Set, rows: Int = rows) -> Int:
             low = intervals.measure_before(chosen, start[rows])
@@ -316,6 +323,7 @@ def _local_causes(
 
         causes[rows, CAUSE_INDEX["data_loading"]] = within(data)
         causes[rows, CAUSE_INDEX["exposed_collective"]] = within(collective)
+        causes[rows, CAUSE_INDEX["p2p_transfer"]] = within(transfer)
         if talks.any() or run.source.timing == "kernels":
             known = within(data) + within(collective) + within(p2p)
             causes[rows, CAUSE_INDEX["host_launch"]] = idle[rows] - known

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope._version import __version__
+from bubblescope.align.match import one_sided_transfer
 from bubblescope.analysis import osdi
 from bubblescope.analysis.contention import contention
 from bubblescope.analysis.operations import PHASES, is_pipeline
@@ -191,6 +192,8 @@ def _sure(name: str, a: Attribution) -> str:
         inexact = name == "p2p_transfer" and any(not p.messages.exact.all() for p in a.programs)
         return "estimated" if inexact or _clock_width(a) else "exact"
     if a.replayed.any():
+        return "estimated"
+    if name == "p2p_transfer" and np.any(one_sided_transfer(a.run) >= 0):
         return "estimated"
     return "estimated" if name in LOCAL_CAUSES else "unavailable"
 

@@ -82,8 +82,11 @@ def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(tmp_path: P
     for cause in ("stage_imbalance", "slow_worker", "transient"):
         assert data["causes"][cause]["seconds"] is None
         assert data["causes"][cause]["sure"] == "unavailable"
+    assert data["causes"]["p2p_transfer"]["sure"] == "estimated"
     there = {gpu["rank"]: gpu for gpu in whole["gpus"]}
     for gpu in data["gpus"]:
         assert gpu["busy"] == pytest.approx(there[gpu["rank"]]["busy"], abs=1e-9)
         known = [v for v in gpu["causes"].values() if v is not None]
         assert sum(known) == pytest.approx(gpu["idle"], abs=1e-6)
+        inputs = {0: 8, 3: 8}.get(gpu["rank"], 16)
+        assert gpu["causes"]["p2p_transfer"] == pytest.approx(inputs * 50e-6, abs=5e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bubblescope.align import prepare, wait_transfer
-from bubblescope.align.match import match
+from bubblescope.align.match import match, one_sided_transfer
 from bubblescope.ingest import read
 from bubblescope.model import Kind, Lane, Layout, Links, Names, Run, Source, SpanBuilder
 from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
@@ -126,3 +126,33 @@ def test_a_coalesced_kernel_carries_all_its_messages(tmp_path: Path) -> None:
     found = sorted(zip(s.kind[rows].tolist(), s.peer[rows].tolist(), strict=True))
     assert found == [(Kind.SEND, 2), (Kind.RECV, 0), (Kind.RECV, 2)]
     assert len(set(s.start_ns[rows].tolist())) == 1
+
+
+# --- one side only -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_one_rank_alone_estimates_the_transfer_of_each_of_its_messages(tmp_path: Path, rank: int) -> None:
+    """Receives are resident while they wait: only the quickest of a pair and size show the transfer."""
+    truth = simulate(Shape(steps=4))
+    documents = traces(truth, Style())
+    write(tmp_path, {rank: documents[rank]})
+    run = prepare(read(tmp_path))
+    s = run.spans
+    estimate = one_sided_transfer(run)
+    messages = (s.lane == Lane.COMM) & np.isin(s.kind, (Kind.SEND, Kind.RECV))
+    assert (estimate[~messages] == -1).all()
+    assert estimate[messages].tolist() == pytest.approx([truth.shape.transfer_ns] * int(messages.sum()), abs=1_000)
+
+
+def test_the_estimate_is_the_low_quantile_of_both_directions() -> None:
+    rows = SpanBuilder()
+    durations = {Kind.RECV: (50, 52, 900), Kind.SEND: (51, 2000)}
+    for kind, lengths in durations.items():
+        for length in lengths:
+            rows.add(rank=0, lane=Lane.COMM, kind=kind, device=0, peer=3, bytes=8 << 20, end_ns=length)
+    rows.add(rank=0, lane=Lane.COMM, kind=Kind.RECV, device=0, peer=3, bytes=1 << 10, end_ns=700)
+    rows.add(rank=0, lane=Lane.COMPUTE, device=0, end_ns=5)
+    run = replace(Run.empty(), spans=rows.build())
+    assert one_sided_transfer(run).tolist() == [50, 50, 50, 50, 50, 700, -1]
+    assert len(one_sided_transfer(Run.empty())) == 0
