@@ -64,7 +64,8 @@ class Findings:
 def doctor(directory: str, json_to: str | None) -> None:
     """What can be recorded on this machine, and what is missing.
 
-    Starts nothing and changes nothing; frameworks are looked up, not imported.
+    Changes nothing outside the cache folder (a small scanner in C is built there); frameworks are looked up, not
+    imported.
     """
     found = examine(Path(directory))
     if json_to:
@@ -82,6 +83,7 @@ def examine(directory: Path) -> Findings:
         _package(found, "frameworks", name, "needed only to record its jobs")
     for name in LIBRARIES:
         _package(found, "libraries", name, "optional")
+    _native(found)
     _attach(found)
     _disk(found, directory)
     return found
@@ -116,6 +118,17 @@ def _version_of(distribution: str) -> str | None:
 def _package(found: Findings, area: str, name: str, note: str) -> None:
     version = _version_of(name)
     found.add(area, name, "ok" if version else "missing", version, "" if version else note)
+
+
+def _native(found: Findings) -> None:
+    """The scanner in C that reads traces: built here and now where it can be, as the first analysis would."""
+    from bubblescope.ingest import native
+
+    state = native.status()
+    if state.library is not None:
+        found.add("libraries", "native scanner", "ok", "in use", state.why)
+    else:
+        found.add("libraries", "native scanner", "missing", None, f"optional, Python reads traces: {state.why}")
 
 
 def _torch(found: Findings) -> None:

@@ -57,19 +57,6 @@ class _Codes(dict[str, int]):
         return code
 
 
-class _Useful(dict[str, bool]):
-    """Name of an operator -> whether it is kept for its name."""
-
-    def __init__(self, options: ReadOptions) -> None:
-        super().__init__()
-        self._patterns: tuple[re.Pattern[str], ...] = (STEP_NAME, *(r.pattern for r in options.names))
-
-    def __missing__(self, text: str) -> bool:
-        useful = text.startswith(_USEFUL) or any(p.search(text) for p in self._patterns)
-        self[text] = useful
-        return useful
-
-
 class Columns:
     """Collects blocks. `seen`: all events; `kept`: complete ones of a known category.
 
@@ -91,7 +78,8 @@ class Columns:
         self._last_ns = 0
         self._interned = _Interned(self.names)
         self._codes = _Codes()
-        self._useful = _Useful(options)
+        self._patterns: tuple[re.Pattern[str], ...] = (STEP_NAME, *(r.pattern for r in options.names))
+        self._tells = np.zeros(0, dtype=np.bool_)
         self._comm_index: dict[CommArgs, int] = {}
         self._threads: dict[str, int] = {}
         self._blocks: list[Block] = []
@@ -182,7 +170,8 @@ class Columns:
         columns: dict[str, Any] = {}
         for name in COLUMNS:
             parts = [block.pop(name) for block in blocks]
-            columns[name] = np.concatenate(parts or [np.empty(0, np.int64)]).astype(_TYPES.get(name, np.int64))
+            kind = _TYPES.get(name, np.int64)
+            columns[name] = np.concatenate(parts or [np.empty(0, kind)], dtype=kind, casting="same_kind")
         return Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
 
     def notices(self) -> list[Notice]:
@@ -251,12 +240,19 @@ class Columns:
         if self._keep_ops or not self.on_device:
             return block
         idle = (block["cat"] == Cat.CPU_OP) & (block["sequence"] < 0) & (block["comm"] < 0)
-        if not idle.any():
-            return block
-        names = np.unique(block["name"][idle])
-        telling = names[[self._useful[self.names[i]] for i in names.tolist()]]
-        keep = ~idle | np.isin(block["name"], telling)
+        keep = ~idle | self._telling()[block["name"]]
         return block if keep.all() else {name: column[keep] for name, column in block.items()}
+
+    def _telling(self) -> NDArray[np.bool_]:
+        """For every name: whether an operator is kept for it."""
+        known = len(self._tells)
+        if known < len(self.names):
+            more = [self._useful(text) for text in self.names.texts[known:]]
+            self._tells = np.concatenate([self._tells, np.array(more, dtype=np.bool_)])
+        return self._tells
+
+    def _useful(self, name: str) -> bool:
+        return name.startswith(_USEFUL) or any(p.search(name) for p in self._patterns)
 
 
 _CAT = attrgetter("cat")

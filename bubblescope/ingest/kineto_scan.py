@@ -25,6 +25,7 @@ from bubblescope.ingest.events import Scan
 from bubblescope.ingest.kineto_columns import Columns
 from bubblescope.ingest.kineto_structs import EXACT, LAX, ONE, STRICT, Event
 from bubblescope.ingest.kineto_values import EXACT_US, integer
+from bubblescope.ingest.native.scanner import open_scanner
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.model import Notice
 
@@ -80,6 +81,7 @@ class _Reader:
     def __init__(self, columns: Columns, path: str) -> None:
         self.columns = columns
         self.path = path
+        self.native = open_scanner(columns)
         self.head: dict[str, Any] = {}
         self.file_ranks: set[int] = set()
         self.repairs: Counter[str] = Counter()
@@ -235,6 +237,8 @@ class _Reader:
 
     def _take(self, array: bytes | memoryview) -> bool:
         """Add the events of a sound JSON array; False, and nothing added, when it is not."""
+        if self.native is not None and self.native.take(array):
+            return True
         events = _try(STRICT, array)
         if events is not None and self.columns.add_strict(events):
             return True

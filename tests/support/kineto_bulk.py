@@ -266,6 +266,18 @@ class _Rank:
         self.out.write(_X % (cat, name, self.pid if pid < 0 else pid, thread, start, length, args))
 
 
+def events_for_fuzzing() -> bytes:
+    """A JSON array of some events of every kind, with all that a scanner decides by: escapes, UTF-8, odd numbers."""
+    text = "".join(pieces(Bulk(30_000, layers=1, microbatches=2)))
+    body = text[text.index('"traceEvents": [') + 16 : text.rindex("]")].encode()
+    odd = (
+        b'{"ph": "X", "cat": "Kernel", "name": "caf\\u00e9 \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80", '
+        b'"pid": "0x1f", "tid": "7", "ts": 12.0005, "dur": 4458676416788.066, '
+        b'"args": {"stream": "0x0", "External id": -1, "a": [1e5, null, true]}}'
+    )
+    return b"[" + odd + b"," + body + b"]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write one large trace.")
     parser.add_argument("path", type=Path)
