@@ -109,13 +109,16 @@ def gpu_hours(hours: float | None) -> str:
 def money(value: float | None, currency: str | None) -> str:
     """The currency's code before the amount, so that no reader has to guess which dollar.
 
-    >>> money(4760.2, "USD"), money(0.5, "EUR"), money(None, "USD")
-    ('USD 4,760', 'EUR 0.50', '–')
+    >>> money(4760.2, "USD"), money(0.5, "EUR"), money(None, "USD"), money(0.0036, "USD")
+    ('USD 4,760', 'EUR 0.50', '–', 'under USD 0.01')
     """
     if value is None or not math.isfinite(value):
         return MISSING
+    unit = plain(currency) + " " if currency else ""
+    if 0 < abs(value) < 0.005:
+        return f"under {unit}0.01"
     amount = f"{abs(value):,.2f}" if abs(value) < 100 else f"{abs(value):,.0f}"
-    return f"{MINUS if value < 0 else ''}{plain(currency) + ' ' if currency else ''}{amount}"
+    return f"{MINUS if value < 0 else ''}{unit}{amount}"
 
 
 def data_size(value: float | None) -> str:

@@ -88,6 +88,7 @@ def screenshot() -> Callable[[Any, str], None]:
 
     def take(page: Any, name: str) -> None:
         OUTPUT.mkdir(parents=True, exist_ok=True)
+        page.evaluate("scrollTo({top: 0, behavior: 'instant'})")  # or the bar at the top lands in the middle
         page.screenshot(path=str(OUTPUT / f"{name}.png"), full_page=True)
 
     return take

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import pytest
 
 from bubblescope.report.build import build
-from tests.support import fake_report, synthetic
+from tests.support import fake_report, page_checks, synthetic
 
 pytestmark = pytest.mark.browser
-
-axe_module = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 
 def _gpipe() -> Any:
@@ -43,12 +40,6 @@ def path_of(page_file: Callable[[str, Any], Path]) -> Callable[[str], Path]:
     return path
 
 
-def _draw_everything(page: Any) -> None:
-    page.evaluate("bubblescope.drawAllCharts()")
-    page.wait_for_function("!document.querySelector('[data-figure]:not([data-drawn])')")
-    page.locator("details").evaluate_all("all => all.forEach(d => { d.open = true; })")
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", ["desktop", "phone"])
 @pytest.mark.parametrize("name", REPORTS)
@@ -56,27 +47,20 @@ def test_no_complaint_no_request_no_sideways_scrolling(
     visit: Any, path_of: Any, screenshot: Any, name: str, size: str, theme: str
 ) -> None:
     found = visit(path_of(name), size, theme)
-    _draw_everything(found.page)
+    page_checks.draw_everything(found.page)
     found.page.click("[data-do=next]")
     found.page.wait_for_selector("#story:not([hidden])")
     screenshot(found.page, f"{name}-{size}-{theme}")
-    assert found.all_complaints() == []
-    assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
-    assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page_checks.is_quiet(found)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["imbalance", "gpipe", "thousand", "missing"])
 def test_axe_finds_nothing_against_wcag_aa(visit: Any, path_of: Any, name: str, theme: str) -> None:
     found = visit(path_of(name), "desktop", theme)
-    _draw_everything(found.page)
+    page_checks.draw_everything(found.page)
     found.page.click("[data-do=next]")
-    rules = {
-        "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
-    }
-    result = axe_module.Axe().run(found.page, options=rules)
-    broken = [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in result.response["violations"]]
-    assert broken == []
+    page_checks.passes_axe(found.page)
 
 
 def test_the_first_screen_is_drawn_within_two_seconds(visit: Any, path_of: Any) -> None:
@@ -128,23 +112,9 @@ def test_a_thousand_ranks_are_drawn_by_stage_and_open_on_demand(visit: Any, path
     assert "stage 1 opened" in page.inner_text("#lanes-status")
 
 
-def _amounts(page: Any, table: str) -> tuple[list[float], float]:
-    """The printed parts and the printed total, in the table's own unit."""
-    cells = page.locator(f"{table} td.n").all_inner_texts()
-    numbers = [float(re.sub(r"[^\d.\u2212]", "", c).replace("\u2212", "-")) for c in cells]
-    return numbers[:-1], numbers[-1]
-
-
 @pytest.mark.parametrize("name", ["imbalance", "gpipe", "thousand", "missing"])
 def test_every_story_adds_up_to_its_gap(visit: Any, path_of: Any, name: str) -> None:
-    page = visit(path_of(name)).page
-    for _ in range(25):
-        page.click("[data-do=next]")
-        for table in ("#story-rungs", "#story-causes"):
-            parts, total = _amounts(page, table)
-            assert sum(parts) == pytest.approx(total, abs=1e-6), page.inner_text("#story")
-        rungs = [int(x) for x in page.get_attribute("#story", "data-rungs").split()]
-        assert sum(rungs) == int(page.get_attribute("#story", "data-units"))
+    page_checks.stories_add_up(visit(path_of(name)).page)
 
 
 def test_a_click_on_a_bubble_tells_its_story_and_a_drag_moves(visit: Any, path_of: Any) -> None:
@@ -162,23 +132,16 @@ def test_a_click_on_a_bubble_tells_its_story_and_a_drag_moves(visit: Any, path_o
     page.wait_for_function("(v) => document.getElementById('lanes').dataset.view !== v", arg=before)
 
 
-def _number(text: str) -> float:
-    return float(re.sub(r"[^\d.]", "", text))
-
-
 def test_sliders_recompute_hours_and_money(visit: Any, path_of: Any) -> None:
     page = visit(path_of("imbalance")).page
     base = page.evaluate("bubblescope.data.whatif")
-    for field, value in {"price": "4", "gpus": "512", "total": "1000000"}.items():
-        page.fill(f"#{field}", value)
+    page_checks.sliders_recompute(page, price=4, gpus=512, steps=1_000_000)
     hours = 512 * 1_000_000 * base["lost_s"] / 3600
-    assert _number(page.inner_text("#out-hours")) == pytest.approx(hours, rel=5e-3)
-    assert _number(page.inner_text("#out-money")) == pytest.approx(4 * hours, rel=5e-3)
     days = 1_000_000 * base["step_s"] / 86400
     assert float(page.input_value("#days")) == pytest.approx(days, rel=1e-5)
-    assert _number(page.inner_text("#out-day")) == pytest.approx(4 * hours / days, rel=5e-3)
+    assert page_checks.number(page.inner_text("#out-day")) == pytest.approx(4 * hours / days, rel=5e-3)
     first = page.locator("#table-actions tbody tr").first.locator("td").all_inner_texts()
-    assert _number(first[2]) == pytest.approx(512 * 1e6 * base["actions"][0]["saved_s"] / 3600, rel=5e-3)
+    assert page_checks.number(first[2]) == pytest.approx(512 * 1e6 * base["actions"][0]["saved_s"] / 3600, rel=5e-3)
     page.fill("#days", str(days * 2))
     assert float(page.input_value("#total")) == pytest.approx(2_000_000, rel=1e-4)
 
@@ -204,7 +167,7 @@ def test_the_theme_button_overrules_the_system(visit: Any, path_of: Any) -> None
 
 def test_hostile_names_stay_text(visit: Any, path_of: Any) -> None:
     found = visit(path_of("hostile"))
-    _draw_everything(found.page)
+    page_checks.draw_everything(found.page)
     found.page.click("[data-do=next]")
     assert found.page.locator("img").count() == 0
     assert "<script>alert(1)</script>" in found.page.inner_text("#headline")
@@ -213,7 +176,7 @@ def test_hostile_names_stay_text(visit: Any, path_of: Any) -> None:
 
 def test_printing_shows_the_charts_on_white(visit: Any, path_of: Any, screenshot: Any) -> None:
     found = visit(path_of("imbalance"), "desktop", "dark")
-    _draw_everything(found.page)
+    page_checks.draw_everything(found.page)
     found.page.emulate_media(media="print", color_scheme="dark")
     assert found.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert found.page.is_hidden("nav")

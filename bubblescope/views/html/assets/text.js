@@ -38,8 +38,10 @@ const bubblescope = {};
 
   function money(value, currency) {
     if (value === null || !Number.isFinite(value)) return MISSING;
+    const unit = currency ? currency + " " : "";
+    if (value !== 0 && Math.abs(value) < 0.005) return `under ${unit}0.01`;
     const amount = grouped(Math.abs(value), Math.abs(value) < 100 ? 2 : 0);
-    return (value < 0 ? MINUS : "") + (currency ? currency + " " : "") + amount;
+    return (value < 0 ? MINUS : "") + unit + amount;
   }
 
   // Parts rounded to the precision of their total so that what is printed still adds up (largest remainder).

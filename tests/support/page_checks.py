@@ -1,0 +1,75 @@
+"""What every report page must do, whatever report it shows; used by the tests of tests/browser."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+WCAG_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+def draw_everything(page: Any) -> None:
+    """Charts are drawn when they come into view; here all at once, and every table opened."""
+    page.evaluate("bubblescope.drawAllCharts()")
+    page.wait_for_function("!document.querySelector('[data-figure]:not([data-drawn])')")
+    page.locator("details").evaluate_all("all => all.forEach(d => { d.open = true; })")
+
+
+def is_quiet(visit: Any) -> None:
+    """No console message, no error, no request, no sideways scrolling."""
+    assert visit.all_complaints() == []
+    assert [url for url in visit.requests if not url.startswith(("file:", "data:"))] == []
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def passes_axe(page: Any) -> None:
+    result = Axe().run(page, options={"runOnly": {"type": "tag", "values": WCAG_AA}})
+    assert [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in result.response["violations"]] == []
+
+
+def amounts(page: Any, table: str) -> tuple[list[float], float]:
+    """The printed parts and the printed total, in the table's own unit."""
+    cells = page.locator(f"{table} td.n").all_inner_texts()
+    numbers = [float(re.sub(r"[^\d.\u2212]", "", c).replace("\u2212", "-")) for c in cells]
+    return numbers[:-1], numbers[-1]
+
+
+def stories_add_up(page: Any, count: int = 25) -> None:
+    """The printed parts of the next `count` bubbles sum to the printed bubble, and so do the exact ones."""
+    for _ in range(count):
+        page.click("[data-do=next]")
+        for table in ("#story-rungs", "#story-causes"):
+            parts, total = amounts(page, table)
+            assert sum(parts) == pytest.approx(total, abs=1e-6), page.inner_text("#story")
+        rungs = [int(x) for x in page.get_attribute("#story", "data-rungs").split()]
+        assert sum(rungs) == int(page.get_attribute("#story", "data-units"))
+
+
+def keyboard_tells_a_story(page: Any) -> None:
+    page.focus("#lanes")
+    whole = page.get_attribute("#lanes", "data-view")
+    page.keyboard.press("+")
+    page.wait_for_function("(v) => document.getElementById('lanes').dataset.view !== v", arg=whole)
+    page.keyboard.press("0")
+    page.wait_for_function("(v) => document.getElementById('lanes').dataset.view === v", arg=whole)
+    page.keyboard.press("n")
+    assert " waited " in page.inner_text("#story h3")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#story")
+
+
+def sliders_recompute(page: Any, price: float = 4, gpus: int = 512, steps: int = 1_000_000) -> None:
+    """Hours and money by the one formula: GPUs × steps × seconds / 3600, × price."""
+    base = page.evaluate("bubblescope.data.whatif")
+    for field, value in {"price": price, "gpus": gpus, "total": steps}.items():
+        page.fill(f"#{field}", str(value))
+    hours = gpus * steps * base["lost_s"] / 3600
+    assert number(page.inner_text("#out-hours")) == pytest.approx(hours, rel=5e-3)
+    assert number(page.inner_text("#out-money")) == pytest.approx(price * hours, rel=5e-3)
+
+
+def number(text: str) -> float:
+    return float(re.sub(r"[^\d.]", "", text))
