@@ -14,7 +14,7 @@ from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
     epilog="\b\nExample:\n  bubblescope run -- torchrun --nproc-per-node 8 train.py --config my.yaml\n"
     "  bubblescope run --out runs/x --steps 50 --every 10 -- deepspeed train.py\n"
     "  bubblescope analyze runs/x",
-    context_settings={"ignore_unknown_options": True},
+    context_settings={"allow_interspersed_args": False},
 )
 @click.option(
     "--out",

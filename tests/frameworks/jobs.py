@@ -56,5 +56,9 @@ def job(
         preexec_fn=None if file_bytes is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes,) * 2),
         check=False,
     )
-    said = json.loads(losses.read_text()) if losses.exists() else None
-    return Ended(said, ended.returncode, ended.stdout)
+    return Ended(read_losses(losses), ended.returncode, ended.stdout)
+
+
+def read_losses(path: Path) -> Any:
+    """What a script wrote, None when it wrote nothing."""
+    return json.loads(path.read_text()) if path.exists() else None

@@ -496,6 +496,8 @@ def _communication_ends(job: _Job, token: tuple[Any, ...], result: Any) -> Any:
     found = {name: job.message(*what) for name, what in wanted.items() if what is not None}
     labels = {name: label for name, label in found.items() if label is not None}
     carried = tuple(labels.values())
+    if not carried:
+        return None
     requests = result[2] if len(result) > 2 else None
     if waits or not requests:
         # The call posts, and returns when all is there: on the compute stream it is one wait.

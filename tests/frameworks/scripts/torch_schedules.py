@@ -74,8 +74,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     losses = {name: train(name, options) for name in options.schedule}
-    if all(losses.values()) and not Path(options.losses).exists():
-        Path(options.losses).write_text(json.dumps(losses if len(losses) > 1 else losses[options.schedule[0]]))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, losses)
+    if dist.get_rank() == 0:
+        found = {name: next(said[name] for said in everyones if said[name]) for name in options.schedule}
+        Path(options.losses).write_text(json.dumps(found if len(found) > 1 else found[options.schedule[0]]))
     dist.barrier()
     dist.destroy_process_group()
 

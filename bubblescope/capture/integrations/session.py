@@ -1,0 +1,56 @@
+"""What every trainer callback does: record while the trainer trains, then log what was found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from bubblescope.capture.environment import rank_and_world
+from bubblescope.capture.integrations import results, trackers
+
+
+class Session:
+    """One training run of a trainer. folder, every, warmup, max_steps: as for `bubblescope.record`.
+
+    log: whether rank 0 analyses the recording at the end, and logs bubble ratio and causes to the active run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = "runs/bubblescope",
+        *,
+        every: int = 1,
+        warmup: int = 1,
+        max_steps: int | None = None,
+        log: bool = True,
+    ) -> None:
+        self.folder = Path(folder)
+        self._options: dict[str, Any] = {"every": every, "warmup": warmup, "max_steps": max_steps}
+        self._log = log
+        self._recording: Any = None
+
+    def begin(self) -> None:
+        """Start recording this rank."""
+        from bubblescope.capture.recorder import record
+
+        if self._recording is None:
+            self._recording = record(self.folder, **self._options)
+
+    def stop(self) -> Path | None:
+        """Stop recording; the folder, None when this session did not record."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return None
+        folder: Path | None = recording.folder
+        recording.stop()
+        return folder
+
+    def end(self, step: int | None = None, tensorboard: Any = None) -> dict[str, float]:
+        """Stop; on rank 0 also analyse and log. What was logged, {} elsewhere."""
+        folder = self.stop()
+        if not self._log or folder is None or rank_and_world()[0] != 0 or not any(folder.glob("rank-*.jsonl")):
+            return {}
+        found = results.metrics(folder)
+        trackers.log_metrics(found, step, tensorboard)
+        return found

@@ -1,0 +1,230 @@
+"""Shapes of Megatron-Core that are not the installed one, as stand-ins: module functions (0.13), no `model_type`
+(0.17 on), combined 1F1B, a version of tomorrow."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bubblescope.capture.hooks import megatron
+from bubblescope.capture.hooks.megatron import message_orders, schedule_order
+from bubblescope.capture.recorder import Recorder
+from bubblescope.model import Kind, Lane
+
+PIPELINE = "megatron.core.pipeline_parallel"
+
+
+class Config:
+    microbatch_group_size_per_vp_stage = None
+    finalize_model_grads_func: Any = None
+
+
+class Group:
+    """A pipeline of two ranks, of which this is the second."""
+
+
+class Tensor:
+    def numel(self) -> int:
+        return 6
+
+    def element_size(self) -> int:
+        return 4
+
+
+class Model:
+    config = Config()
+
+    def parameters(self) -> Iterator[Any]:
+        return iter(())
+
+
+def schedules_module() -> Any:
+    """The shape of `schedules`: its functions look each other up in the module."""
+    made = types.ModuleType(f"{PIPELINE}.schedules")
+
+    def forward_step(step: Any, model: Any, current_microbatch: Any = None, vp_stage: Any = None) -> Any:
+        made.forward_step_calc_loss(model, is_last_stage=True)  # type: ignore[attr-defined]
+        return [Tensor()], 1
+
+    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+        return [Tensor()]
+
+    def forward_backward_pipelining_without_interleaving(
+        *, forward_step_func: Any, model: Any, num_microbatches: int, forward_only: bool = False
+    ) -> None:
+        p2p = sys.modules[f"{PIPELINE}.p2p_communication"]
+        outputs = []
+        for i in range(num_microbatches):
+            p2p.recv_forward()
+            outputs.append(made.forward_step(None, model, current_microbatch=i)[0])  # type: ignore[attr-defined]
+        for output in () if forward_only else outputs:
+            made.backward_step(None, output, None, None)  # type: ignore[attr-defined]
+            p2p.send_backward()
+        if model.config.finalize_model_grads_func is not None:
+            model.config.finalize_model_grads_func([model])
+
+    made.forward_step, made.backward_step = forward_step, backward_step  # type: ignore[attr-defined]
+    made.forward_step_calc_loss = lambda model, is_last_stage=None: None  # type: ignore[attr-defined]
+    made.get_model_config = lambda model: model.config  # type: ignore[attr-defined]
+    made.forward_backward_pipelining_without_interleaving = (  # type: ignore[attr-defined]
+        forward_backward_pipelining_without_interleaving
+    )
+    return made
+
+
+def p2p_module(requests: Any = None) -> Any:
+    """As up to 0.13: functions of the module, `_communicate` with a config."""
+    made = types.ModuleType(f"{PIPELINE}.p2p_communication")
+
+    def _communicate(
+        *, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any = None,
+        config: Any = None, wait_on_reqs: bool = True,
+    ) -> Any:  # fmt: skip
+        return Tensor() if recv_prev else None, Tensor() if recv_next else None, requests
+
+    def call(**given: Any) -> Any:
+        usual = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
+        return made._communicate(**{**usual, **given})  # type: ignore[attr-defined]
+
+    made._communicate = _communicate  # type: ignore[attr-defined]
+    made.recv_forward = lambda: call(recv_prev=True)  # type: ignore[attr-defined]
+    made.send_backward = lambda: call(tensor_send_prev=Tensor())  # type: ignore[attr-defined]
+    made.recv_later = lambda: call(recv_prev=True, wait_on_reqs=False)  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """A recorder hooked into stand-ins for Megatron-Core 0.13 on rank 1 of 2."""
+    dist = pytest.importorskip("torch").distributed
+    core = types.ModuleType("megatron.core")
+    core.__version__ = "0.13.2"  # type: ignore[attr-defined]
+    parallel = types.ModuleType("megatron.core.parallel_state")
+    parallel.get_pipeline_model_parallel_group = Group  # type: ignore[attr-defined]
+    core.parallel_state = parallel  # type: ignore[attr-defined]
+    for name, module in {
+        "megatron": types.ModuleType("megatron"),
+        "megatron.core": core,
+        "megatron.core.parallel_state": parallel,
+        f"{PIPELINE}.schedules": schedules_module(),
+        f"{PIPELINE}.p2p_communication": p2p_module(),
+        PIPELINE: types.ModuleType(PIPELINE),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    made = Recorder(tmp_path)
+    made.running = True
+    yield made
+    made.patches.restore()
+    made.writer.close()
+
+
+def events(recorder: Recorder) -> list[tuple[Lane, Kind, int, int]]:
+    found = []
+    for lane, _, _, _, _, _, labels in recorder.rule.current.events:
+        found += [(lane, label.kind, label.stage, label.microbatch) for label in labels]
+    return found
+
+
+def run(model: Any, **given: Any) -> None:
+    schedule = sys.modules[f"{PIPELINE}.schedules"].forward_backward_pipelining_without_interleaving
+    schedule(forward_step_func=None, model=model, num_microbatches=2, **given)
+
+
+def test_module_functions_and_a_backward_without_model_type(recorder: Recorder) -> None:
+    megatron.install(recorder)
+    run(Model())
+    assert recorder.patches.warnings == []
+    forward = [(Lane.POST, Kind.RECV), (Lane.WAIT, Kind.RECV), (Lane.COMPUTE, Kind.FORWARD), (Lane.COMPUTE, Kind.LOSS)]
+    back = [(Lane.COMPUTE, Kind.BACKWARD), (Lane.POST, Kind.SEND), (Lane.WAIT, Kind.SEND)]
+    expected = [(*row, 1, mb) for mb in range(2) for row in forward] + [
+        (*row, 1, mb) for mb in range(2) for row in back
+    ]
+    assert events(recorder) == [*expected, (Lane.RANGE, Kind.STEP, -1, -1)]
+    assert recorder.framework == "megatron"
+
+
+def test_finalize_is_measured_while_the_schedule_runs_and_put_back(recorder: Recorder) -> None:
+    megatron.install(recorder)
+    model = Model()
+    model.config = Config()
+
+    def finalize(models: Any) -> None:
+        sum(range(2000))
+
+    model.config.finalize_model_grads_func = finalize
+    run(model)
+    assert model.config.finalize_model_grads_func is finalize
+    names = [label.name for event in recorder.rule.current.events for label in event[6]]
+    assert names.count("finalize_model_grads") == 1
+
+
+def test_requests_that_are_waited_for_later_are_timed_then(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Work:
+        def wait(self) -> str:
+            return "done"
+
+        def is_completed(self) -> bool:
+            return True
+
+    monkeypatch.setitem(sys.modules, f"{PIPELINE}.p2p_communication", p2p_module({"recv_prev": Work()}))
+    megatron.install(recorder)
+    p2p = sys.modules[f"{PIPELINE}.p2p_communication"]
+    schedule = sys.modules[f"{PIPELINE}.schedules"]
+    schedule.forward_step = lambda *args, **kwargs: ([Tensor()], 1)
+    p2p.recv_forward = lambda: None
+    run(Model(), forward_only=True)  # gives the hooks a layout
+    recorder.rule.current.events.clear()
+    _, _, requests = p2p.recv_later()
+    assert requests["recv_prev"].is_completed()
+    before = len(events(recorder))
+    assert requests["recv_prev"].wait() == "done"
+    lanes = [row[0] for row in events(recorder)]
+    assert lanes[:before] == [Lane.POST] and lanes[before:] == [Lane.WAIT]
+
+
+def test_a_version_of_tomorrow_is_said_and_degrades_to_its_steps(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.modules["megatron.core"].__version__ = "1.4.0"  # type: ignore[attr-defined]
+    schedules = sys.modules[f"{PIPELINE}.schedules"]
+    schedules.forward_step = lambda *args, **kwargs: ([Tensor()], 1)
+    schedules.backward_step = lambda *args, **kwargs: None
+    del sys.modules[f"{PIPELINE}.p2p_communication"]._communicate  # type: ignore[attr-defined]
+    p2p = sys.modules[f"{PIPELINE}.p2p_communication"]
+    p2p.recv_forward = p2p.send_backward = lambda: None  # type: ignore[attr-defined]
+    megatron.install(recorder)
+    assert len(recorder.patches.warnings) == 1 and "1.4.0 was not tried" in recorder.patches.warnings[0]
+    assert set(recorder.patches.refused) >= {"forward", "backward", "p2p"}
+    run(Model())
+    assert events(recorder) == [(Lane.RANGE, Kind.STEP, -1, -1)]
+
+
+def test_everything_is_put_back(recorder: Recorder) -> None:
+    schedules = sys.modules[f"{PIPELINE}.schedules"]
+    p2p = sys.modules[f"{PIPELINE}.p2p_communication"]
+    before = [dict(vars(schedules)), dict(vars(p2p))]
+    megatron.install(recorder)
+    assert vars(schedules) != before[0] and vars(p2p) != before[1]
+    recorder.patches.restore()
+    assert [dict(vars(schedules)), dict(vars(p2p))] == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "microbatches", "group"), [(2, 1, 4, 4), (4, 2, 8, 4), (3, 3, 6, 3), (2, 2, 5, 2)]
+)
+def test_both_ends_number_their_messages_alike(ranks: int, chunks: int, microbatches: int, group: int) -> None:
+    order = schedule_order(microbatches, chunks, group)
+    made = [message_orders(position, ranks, chunks, order) for position in range(ranks)]
+    for position in range(ranks):
+        after = (position + 1) % ranks
+        for direction, source, target in (("act", position, after), ("grad", after, position)):
+            sent = [(m, consumer) for m, _, consumer in made[source]["send", direction]]
+            received = [(m, consumer) for m, _, consumer in made[target]["recv", direction]]
+            assert sent == received

@@ -1,0 +1,88 @@
+"""`bubblescope run`: the command's own words, exit status and signals pass through."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "bubblescope", "run"]
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_output_and_exit_status_are_the_commands(tmp_path: Path) -> None:
+    done = run("--out", "x", "--", sys.executable, "-c", "print('theirs'); raise SystemExit(7)", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (7, "theirs\n")
+    assert "nothing was recorded" in done.stderr and "bubblescope.span" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_options_of_the_command_are_not_ours(tmp_path: Path) -> None:
+    code = "import sys; print(sys.argv[1:])"
+    done = run("--steps", "3", sys.executable, "-c", code, "--steps", "9", "--help", cwd=tmp_path)
+    assert done.stdout == "['--steps', '9', '--help']\n"
+
+
+def test_the_job_gets_the_settings(tmp_path: Path) -> None:
+    code = "import os; print(sorted((k, v) for k, v in os.environ.items() if k.startswith('BUBBLESCOPE')))"
+    done = run(
+        "--out", "x", "--every", "4", "--ranks", "0-1", "--framework", "torch", "--", sys.executable, "-c", code,
+        cwd=tmp_path,
+    )  # fmt: skip
+    said = dict(ast.literal_eval(done.stdout))
+    assert said["BUBBLESCOPE"] == "record" and said["BUBBLESCOPE_OUT"] == str(tmp_path / "x")
+    assert (said["BUBBLESCOPE_EVERY"], said["BUBBLESCOPE_RANKS"]) == ("4", "0,1")
+    assert said["BUBBLESCOPE_FRAMEWORK"] == "torch"
+
+
+def test_standby_does_not_record(tmp_path: Path) -> None:
+    done = run("--standby", "--", sys.executable, "-c", "import os; print(os.environ['BUBBLESCOPE'])", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "standby\n", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--", "no-such-launcher-anywhere"], ["--ranks", "x", "true"]])
+def test_what_cannot_be_started_is_wrong_usage(arguments: list[str], tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "hint: " in done.stderr
+
+
+def test_the_death_of_the_command_by_a_signal_is_ours_too(tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    done = run("--", sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+
+
+WAITS = """
+import signal, sys, time
+def ended(number, frame):
+    print("got", number, flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, ended)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_signals_reach_the_command(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--", sys.executable, "-c", WAITS],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=20)
+    assert (said, process.returncode) == (f"got {int(signal.SIGTERM)}\n", 5)
