@@ -24,6 +24,7 @@ MOST_HELD = 64 * MIB
 MOST_HISTORY = 512 * MIB
 """Bytes of history that are read when following begins; of more, only the end."""
 LEAST_CHUNK = 256 * 1024
+LEAST_STEPS = 3
 HEAD = 200
 """First bytes of a file by which it is known again."""
 
@@ -82,7 +83,7 @@ class RankFile:
     held: int = 0
     offset: int = 0
     size: int = 0
-    chunk: int = LEAST_CHUNK
+    chunk: int = field(default_factory=lambda: LEAST_CHUNK)
     start: bytes = b""
     skipped_bytes: int = 0
     bad_lines: int = 0
@@ -164,10 +165,9 @@ class Follower:
         for path in gone:
             del self.files[path]
         changed = bool(gone)
-        room = max(LEAST_CHUNK, self._most_held // max(1, len(found)))
         skip_over = None if self._begun else self._most_history // max(1, len(found))
         for path in found:
-            changed |= self._poll_file(path, room, skip_over)
+            changed |= self._poll_file(path, skip_over)
         self._begun = self._begun or bool(self.files)
         return changed
 
@@ -175,9 +175,15 @@ class Follower:
     def behind(self) -> int:
         return sum(file.behind for file in self.files.values())
 
+    @property
+    def room(self) -> int:
+        """Bytes that each file may hold."""
+        return max(LEAST_CHUNK, self._most_held // max(1, len(self.files)))
+
     def full(self, file: RankFile) -> bool:
-        """Whether reading of this file waits until its lines have been used."""
-        return file.held >= max(LEAST_CHUNK, self._most_held // max(1, len(self.files)))
+        """Whether reading of this file waits until its lines have been used. A step needs the two beside it, so three
+        lines are held however long they are."""
+        return file.held >= self.room and len(file.steps) >= LEAST_STEPS
 
     @property
     def notices(self) -> list[Notice]:
@@ -206,7 +212,7 @@ class Follower:
                 return found
         return []
 
-    def _poll_file(self, path: Path, room: int, skip_over: int | None) -> bool:
+    def _poll_file(self, path: Path, skip_over: int | None) -> bool:
         try:
             stat = path.stat()
             with path.open("rb") as stream:
@@ -216,10 +222,10 @@ class Follower:
                 if grew:
                     file.heard = min(self._now(), stat.st_mtime) if file.size == 0 else self._now()
                     file.size, file.modified, file.start = stat.st_size, stat.st_mtime, start
-                if file.behind and file.held < room:
+                if file.behind and not self.full(file):
                     if skip_over is not None and file.size > skip_over:
                         _skip_history(stream, file, skip_over)
-                    _read_on(stream, file, room - file.held)
+                    _read_on(stream, file, self.room - file.held)
                 return grew
         except OSError:
             return False  # removed between listing and opening, or a file system that hiccups: the next poll tells

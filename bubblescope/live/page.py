@@ -66,6 +66,11 @@ class Pages:
         self._seen = -1
         self._view: View | None = None
 
+    @property
+    def stale(self) -> bool:
+        """Whether `view` has something to do. Costs nothing."""
+        return self._snapshot().version != self._seen
+
     def view(self) -> View:
         with self._lock:
             snapshot = self._snapshot()

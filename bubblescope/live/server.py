@@ -21,12 +21,17 @@ from starlette.types import ASGIApp
 from bubblescope.errors import UsageError
 from bubblescope.live import exporter
 from bubblescope.live.guard import Guard, is_local
-from bubblescope.live.page import Pages, asset, login_page
+from bubblescope.live.page import Pages, View, asset, login_page
 
 MOST_READERS = 64
 LOOK_S = 0.25
 """How often an open page's stream looks for a new view."""
 HEARTBEAT_S = 15.0
+
+
+async def _view(pages: Pages) -> View:
+    """The newest view; rendering it must not hold up others, and fetching it must cost nothing."""
+    return await run_in_threadpool(pages.view) if pages.stale else pages.view()
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Streams:
         try:
             yield b"retry: 2000\n\n"
             while not self.stopping:
-                view = await run_in_threadpool(pages.view)
+                view = await _view(pages)
                 if view.version != version:
                     version, quiet = view.version, 0.0
                     yield f"event: view\nid: {version}\ndata: {view.event}\n\n".encode()
@@ -65,7 +70,7 @@ class Site:
     streams: Streams = field(default_factory=Streams)
 
     async def page(self, request: Request) -> Response:
-        view = await run_in_threadpool(self.pages.view)
+        view = await _view(self.pages)
         return HTMLResponse(view.html)
 
     async def events(self, request: Request) -> Response:

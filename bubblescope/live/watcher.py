@@ -65,8 +65,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is known at one moment; never changed once made. state: "waiting" until the first step, then that of
-    the job: training while one rank does. behind: bytes of history that are still to be read."""
+    """All that is known at one moment; never changed once made, and not made anew while nothing changes.
+
+    state: "waiting" until the first step, then that of the job: training while one rank does. behind: bytes of
+    history that are still to be read.
+    """
 
     version: int = 0
     made: float = 0.0
@@ -80,6 +83,11 @@ class Snapshot:
     behind: int = 0
     errors: int = 0
     pass_seconds: float = 0.0
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What tells two snapshots apart, but for when they were made."""
+        return (id(self.report), self.totals.steps, self.state, self.ranks, self.notices, self.behind, self.errors)
 
     @property
     def silent(self) -> list[RankState]:
@@ -145,7 +153,7 @@ class Watcher:
 
     def _next_pass(self, *, final: bool) -> _Pass | None:
         known = sorted({step for file in self._current.values() for step, _ in file.steps})
-        ready = self._ready(known, final=final)
+        ready = self._ready(final=final)
         steps = [step for step in known if step <= ready]
         countable = steps if final else steps[:-1]
         new = [step for step in countable if step > self._counted]
@@ -158,17 +166,13 @@ class Watcher:
         # One step more than is asked for, so that the first of them has its beginning.
         return _Pass(steps[-self.options.steps - 1 :][0], steps[-1], new[-1] if new else self._counted)
 
-    def _ready(self, known: list[int], *, final: bool) -> int:
+    def _ready(self, *, final: bool) -> int:
         """The last step that every rank has which is still expected to have it."""
         files = list(self._current.values())
         if not files or (self._some_missing() and not final and self._waited() < self.options.patience_s):
             return -1
         awaited = [file for file in files if file.end is None and not self._is_silent(file)]
-        ready = max(file.last_step for file in files) if final or not awaited else min(f.last_step for f in awaited)
-        full = [file.last_step for file in files if self.follower.full(file)]
-        if full and not any(self._counted < step < ready for step in known):
-            return min(full)  # nothing more fits into memory: go on without the ranks that have no such step
-        return ready
+        return max(file.last_step for file in files) if final or not awaited else min(f.last_step for f in awaited)
 
     def _some_missing(self) -> bool:
         return len(self._current) < self._world()
@@ -220,16 +224,20 @@ class Watcher:
         return build(prepare(recording.parse(contents)), self.options.report)
 
     def _oldest_needed(self, file: RankFile) -> int:
-        """The last step counted gives the next one its beginning; the page looks back further."""
-        steps = [step for step, _ in file.steps]
-        page = steps[-self.options.steps - 1 :]
-        return min([self._counted, *page[:1]])
+        """The last step counted gives the next one its beginning; the page looks back further, where there is room."""
+        oldest, size = self._counted, 0
+        for step, line in list(file.steps)[: -self.options.steps - 2 : -1]:
+            size += len(line)
+            if size > self.follower.room // 2:
+                break
+            oldest = min(oldest, step)
+        return oldest
 
     # ---- what is shown
 
     def _publish(self) -> None:
         ranks = self._rank_states()
-        self.snapshot = Snapshot(
+        made = Snapshot(
             version=self.snapshot.version + 1,
             made=self._now(),
             path=str(self.follower.path),
@@ -243,6 +251,8 @@ class Watcher:
             errors=self._errors,
             pass_seconds=self._pass_seconds,
         )
+        if made.content != self.snapshot.content:
+            self.snapshot = made
 
     def _job_state(self, ranks: tuple[RankState, ...]) -> str:
         if self._report is None:

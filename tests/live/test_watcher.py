@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bubblescope import analyze, load
-from bubblescope.live import totals, watcher
+from bubblescope.live import follow, totals, watcher
 from bubblescope.live.watcher import Watcher, WatchOptions
 from tests.live import jobs
 from tests.live.jobs import MS, Recorded
@@ -253,6 +253,20 @@ def test_hundreds_of_ranks_are_watched_within_bounds(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert sum(file.held for file in watch.watcher.follower.files.values()) <= held * 1.01
     assert found.pass_seconds < 60
+
+
+def test_steps_larger_than_the_memory_they_may_take_are_watched_all_the_same(
+    tmp_path: Path, job: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "LEAST_CHUNK", 700)
+    watch = Watch(tmp_path)
+    watch.watcher.follower = follow.Follower(tmp_path, now=lambda: watch.time, most_held=1)
+    job.write(tmp_path, range(12))
+    job.end(tmp_path)
+    found = watch.look()
+    assert found.state == "ended" and found.totals.steps == 11
+    assert _counted(found) == pytest.approx(_analysed(tmp_path), abs=1e-6)
+    assert max(len(file.steps) for file in watch.watcher.follower.files.values()) <= 3
 
 
 def test_the_shape_of_the_job_changes_what_is_counted_not_whether(tmp_path: Path) -> None:
