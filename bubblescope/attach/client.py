@@ -32,7 +32,14 @@ def ask(path: Path, command: str, timeout_s: float = TIMEOUT_SECONDS, **fields: 
     except (OSError, ProtocolError) as error:
         raise NoAgent(f"no agent answers: {error}", where=str(path)) from error
     if answer.get("ok") is not True:
-        raise AttachError(f"the agent refuses: {_text(answer.get('error'))}", where=str(path))
+        raise AttachError(f"the agent refuses: {printable(answer.get('error'))}", where=str(path))
+    if answer.get("version") != protocol.PROTOCOL_VERSION:
+        raise AttachError(
+            f"the agent speaks version {printable(answer.get('version'))} of the protocol, we speak "
+            f"{protocol.PROTOCOL_VERSION}",
+            hint="attach with the bubblescope that the job has",
+            where=str(path),
+        )
     return answer
 
 
@@ -68,7 +75,8 @@ def _line(connection: socket.socket) -> bytes:
     return received.partition(b"\n")[0]
 
 
-def _text(value: object) -> str:
+def printable(value: object) -> str:
+    """What another process said, as text that cannot move a terminal's cursor."""
     return "".join(c for c in str(value)[:500] if c.isprintable())
 
 

@@ -91,7 +91,7 @@ def describe(one: Process, agent: Path | None) -> Rank:
         agent=agent,
         rank=_number(said.get("rank"), rank),
         world=_number(said.get("world"), world),
-        framework=str(said.get("framework") or made.framework)[:40],
+        framework=client.printable(said.get("framework") or made.framework)[:40],
         profiler=said.get("profiler") is True,
     )
 
@@ -131,7 +131,7 @@ def job_of(environ: Mapping[str, str]) -> str:
     >>> job_of({"MASTER_ADDR": "h0", "MASTER_PORT": "29500", "RANK": "3"})
     'MASTER_ADDR=h0 MASTER_PORT=29500'
     """
-    return " ".join(f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name))
+    return client.printable(" ".join(f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name)))
 
 
 def _folders(rank: Rank) -> set[Path]:

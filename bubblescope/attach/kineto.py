@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ EXPORT_SECONDS = 60.0
 """How long writing a trace may take once its window is over."""
 
 MOST_ROUNDS = 4
+TRACE_VARIABLE = "KINETO_ONDEMAND_TRACE_DIR"
 _INTERVAL = re.compile(r"^\s*ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS\s*=\s*(\d{1,4})\s*$", re.MULTILINE)
 _HEAD_BYTES = 1 << 16
 
@@ -88,7 +90,11 @@ def collect(ranks: Sequence[Rank], plan: Plan, tell: Tell) -> Traces:
             made = _by_iterations(ranks, plan, endpoints, tell)
     if not made.files:
         reasons = "; ".join(f"{who}: {why}" for who, why in made.lost.items())
-        raise AttachError(f"no rank wrote a trace: {reasons}", hint="the job's own log has Kineto's words on it")
+        raise AttachError(
+            f"no rank wrote a trace: {reasons}",
+            hint="the job's own log has Kineto's words on it; some versions write only below the job's temporary "
+            "folder: try --out there",
+        )
     return made
 
 
@@ -188,19 +194,25 @@ def overlap(windows: Sequence[tuple[float, float]]) -> float:
 
 def _round(ranks: Sequence[Rank], folder: Path, endpoints: _Endpoints, text: str, lasts: float) -> Traces:
     """Offer one config to all, wait for what comes of it."""
-    stamp = f"{os.getpid()}-{time.monotonic_ns()}"
-    wanted = {rank.pid: folder / f".kineto-{stamp}_{rank.pid}.json" for rank in ranks}
-    config = f"ACTIVITIES_LOG_FILE={folder / f'.kineto-{stamp}.json'}\n"
-    config += f"ACTIVITIES_WARMUP_PERIOD_SECS={WARMUP_SECONDS}\n{text}"
-    for directory, endpoint in endpoints.items():
-        endpoint.offer({rank.pid: config for rank in ranks if _directory(rank) == directory})
+    stamp = f".kineto-{os.getpid()}-{time.monotonic_ns()}"
+    wanted = {rank.pid: _writes_to(rank, folder) / f"{stamp}_{rank.pid}.json" for rank in ranks}
+    for rank in ranks:
+        # Kineto puts the process id before the suffix.
+        config = f"ACTIVITIES_LOG_FILE={_writes_to(rank, folder) / stamp}.json\n"
+        config += f"ACTIVITIES_WARMUP_PERIOD_SECS={WARMUP_SECONDS}\n{text}"
+        endpoints[_directory(rank)].offer({rank.pid: config})
     try:
         _await_files(wanted, time.monotonic() + lasts + EXPORT_SECONDS)
     finally:
         for endpoint in endpoints.values():
             endpoint.withdraw()
     taken = {pid for endpoint in endpoints.values() for pid in endpoint.taken()}
-    return _gather(ranks, wanted, taken)
+    return _gather(ranks, folder, wanted, taken)
+
+
+def _writes_to(rank: Rank, folder: Path) -> Path:
+    """Newer versions of Kineto write on-demand traces into one folder only, where the job names one."""
+    return Path((rank.environ or {}).get(TRACE_VARIABLE) or folder)
 
 
 def _await_files(wanted: Mapping[int, Path], ends: float) -> None:
@@ -211,14 +223,14 @@ def _await_files(wanted: Mapping[int, Path], ends: float) -> None:
         time.sleep(0.05)
 
 
-def _gather(ranks: Sequence[Rank], wanted: Mapping[int, Path], taken: set[int]) -> Traces:
+def _gather(ranks: Sequence[Rank], folder: Path, wanted: Mapping[int, Path], taken: set[int]) -> Traces:
     files, lost = [], {}
     for order, rank in enumerate(ranks):
         path = wanted[rank.pid]
         unfinished = path.with_name(path.name + ".tmp")
         if path.exists():
             number = rank.rank if rank.rank is not None else order
-            files.append(_named(path, number, rank.world))
+            files.append(_named(path, folder, number, rank.world))
         elif not process.exists(rank.pid):
             lost[rank.label] = "it ended before its trace was written"
         elif rank.pid not in taken:
@@ -241,14 +253,14 @@ def _hand_over(folder: Path, ranks: Sequence[Rank]) -> None:
         os.chown(folder, owner, -1)
 
 
-def _named(path: Path, rank: int, world: int | None) -> Path:
+def _named(path: Path, folder: Path, rank: int, world: int | None) -> Path:
     """``rank-N.pt.trace.json``; daemon traces do not say whose they are, so it is written into them too."""
-    target = path.with_name(f"rank-{rank}.pt.trace.json")
+    target = folder / f"rank-{rank}.pt.trace.json"
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         at = head.find(b"{")
         if at < 0 or b'"distributedInfo"' in head or world is None:
-            path.replace(target)
+            shutil.move(path, target)
             return target
         info = json.dumps({"distributedInfo": {"rank": rank, "world_size": world}})[1:-1].encode()
         with target.open("wb") as out:

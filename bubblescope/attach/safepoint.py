@@ -8,6 +8,7 @@ nor in the middle of a schedule. So the agent asks for a moment: the next call o
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class SafePoint:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
+        self._pid = os.getpid()
         self._once = threading.Lock()
         self._reached = threading.Event()
         self._entries: list[_Entry] = []
@@ -77,6 +79,8 @@ class SafePoint:
 
     def _pass(self) -> bool:
         """The training thread is here; True when this call ran the function."""
+        if os.getpid() != self._pid:
+            return False  # a forked child: the moment was asked for in its parent
         if self._once.locked() or in_optimizer_step() or not self._once.acquire(blocking=False):
             return False
         self._restore()

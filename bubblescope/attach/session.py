@@ -175,7 +175,7 @@ def _enter(rank: Rank, tell: Tell, *, with_gdb: bool) -> Rank:
         except AttachError:
             time.sleep(0.05)
             continue
-        return replace(rank, agent=path, framework=str(said.get("framework") or rank.framework)[:40])
+        return replace(rank, agent=path, framework=client.printable(said.get("framework") or rank.framework)[:40])
     raise AttachError(
         f"{rank.label} lives, but its agent did not start in {AGENT_SECONDS:.0f} s",
         hint="the interpreter starts it when the main thread comes back from what it waits in; try again then",

@@ -129,6 +129,6 @@ def _ask(watch: Watch, command: str, **fields: Any) -> None:
     watch.state = str(window["state"])
     watch.steps = int(window["steps"])
     watch.stall_ms = max(watch.stall_ms, float(window["stall_ms"]))
-    watch.warnings = [str(text) for text in window["warnings"]]
+    watch.warnings = [client.printable(text) for text in window["warnings"]]
     if watch.state == "failed":
-        watch.ended = str(window["error"])
+        watch.ended = client.printable(window["error"])

@@ -368,3 +368,10 @@ def test_the_agent_can_be_closed(agent_process: Host) -> None:
     one = agent_process("agent.stop(); agent.stop()")
     assert one.echo()
     assert not one.socket.exists()
+
+
+def test_an_agent_of_another_protocol_is_not_talked_to(agent_process: Host) -> None:
+    one = agent_process("import bubblescope.attach.protocol as p; p.PROTOCOL_VERSION = 99")
+    assert one.echo()
+    with pytest.raises(AttachError, match="speaks version 99"):
+        client.ask(one.socket, "status")

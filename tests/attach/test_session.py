@@ -172,7 +172,7 @@ def test_a_trace_tells_its_rank_by_name_and_inside(tmp_path: Path) -> None:
 
     path = tmp_path / "x_7.json"
     path.write_text('\n {\n "schemaVersion": 1, "traceEvents": []}')
-    made = kineto._named(path, 3, 8)
+    made = kineto._named(path, tmp_path, 3, 8)
     assert made.name == "rank-3.pt.trace.json"
     assert json.loads(made.read_text())["distributedInfo"] == {"rank": 3, "world_size": 8}
     assert not path.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -147,3 +148,14 @@ def test_limits_are_what_was_asked_for_or_the_most_that_is_allowed() -> None:
         limits_of({"command": "start", "out": "/x", "seconds": 10_000})
     with pytest.raises(ProtocolError, match="unknown field"):
         limits_of({"command": "start", "out": "/x", "code": "1"})
+
+
+def test_a_forked_child_never_runs_what_its_parent_asked_for(schedule: type[Schedule]) -> None:
+    ran: list[int] = []
+    point = SafePoint(lambda: ran.append(1))
+    point.arm()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if schedule().step(1) == 2 and not ran else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert point.disarm()
