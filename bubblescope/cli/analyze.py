@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from bubblescope.cli.output import (
     json_option,
     markdown_option,
     progress,
+    reading,
     results,
     stdout_owner,
     warn,
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from bubblescope.report.build import Report, ReportOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+WORTH_A_POOL = 16 << 20
+"""Bytes of (packed) traces from which on processes are started without being asked for: about a second of reading."""
+RETRIES = 3
+"""How often a dask cluster may lose the worker that reads a file before this is an error."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,14 @@ def report_options(command: Command) -> Command:
     help="Where files are read.",
 )
 @click.option("--scheduler", metavar="ADDR", help="Address of a running dask scheduler.")
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes that read files; default: one.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that read traces; default: one a processor, when there is enough to read.",
+)
+@click.option("--no-cache", is_flag=True, help="Read all traces anew, and keep nothing of them for the next time.")
+@click.option("--keep-cpu-ops", is_flag=True, help="Keep operators of the host that the analysis has no use for.")
 @click.option(
     "--fail-above",
     type=click.FloatRange(0, 1),
@@ -151,6 +164,8 @@ def analyze(
     engine: str,
     scheduler: str | None,
     jobs: int | None,
+    no_cache: bool,
+    keep_cpu_ops: bool,
     fail_above: float | None,
 ) -> None:
     """Traces or recordings → attribution, cost, report.
@@ -173,7 +188,13 @@ def analyze(
     stdout_owner(json=json_to, markdown=markdown_to)
     with reading_pool(engine, scheduler, jobs) as executor:
         report = make_report(
-            list(paths), options, format_name=format_name, executor=executor, names_file=names_file
+            list(paths),
+            options,
+            format_name=format_name,
+            executor=executor,
+            names_file=names_file,
+            cache=not no_cache,
+            keep_cpu_ops=keep_cpu_ops,
         )
     deliver(report, outputs)
     check_threshold(report, fail_above)
@@ -186,15 +207,18 @@ def make_report(
     format_name: str = "auto",
     executor: Executor | None = None,
     names_file: Path | None = None,
+    cache: bool = True,
+    keep_cpu_ops: bool = False,
 ) -> Report:
     """Read, align, attribute. Raises InputError when there is nothing to analyse."""
     from bubblescope.align import prepare
     from bubblescope.ingest import ReadOptions, read, usernames
     from bubblescope.report.build import build
 
-    reading = ReadOptions(names=() if names_file is None else usernames.load(names_file))
-    with progress("reading"):
-        run = read(paths, format=format_name, executor=executor, options=reading)
+    names = () if names_file is None else usernames.load(names_file)
+    chosen = ReadOptions(names=names, cache=cache, keep_cpu_ops=keep_cpu_ops)
+    with reading():
+        run = read(paths, format=format_name, executor=executor, options=chosen)
     with progress("attributing"):
         return build(prepare(run), options)
 
@@ -246,10 +270,13 @@ def reading_pool(engine: str, scheduler: str | None, jobs: int | None) -> Iterat
         return
     if scheduler is not None:
         raise UsageError("--scheduler needs --engine dask", hint="add --engine dask, or leave --scheduler out")
-    if jobs is None or jobs == 1:
+    from bubblescope.ingest.parallel import LocalPool, cpus
+
+    processes = jobs or cpus()
+    if processes == 1:
         yield None
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with LocalPool(processes, at_least=0 if jobs else WORTH_A_POOL) as pool:
         yield pool
 
 
@@ -270,4 +297,4 @@ def _dask_pool(scheduler: str | None) -> Iterator[Executor]:
             f"no dask scheduler answers at {scheduler}", hint="is it running, and is the address right?"
         ) from error
     with client:
-        yield client.get_executor()
+        yield client.get_executor(retries=RETRIES)

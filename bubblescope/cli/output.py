@@ -116,3 +116,34 @@ def progress(text: str) -> Iterator[None]:
 
     with Console(stderr=True).status(text):
         yield
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """While files are read: a bar with what is done, the rate and the time left, on a terminal only."""
+    from bubblescope.ingest.parallel import watched
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("reading {task.fields[files]} files"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, watched(_Bar(bar)):
+        yield
+
+
+class _Bar:
+    """What `ingest.parallel` tells, on a rich progress bar."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._task: Any = None
+
+    def begin(self, files: int, size: int) -> None:
+        self._task = self._bar.add_task("", total=size or None, files=files)
+
+    def done(self, size: int) -> None:
+        self._bar.advance(self._task, size)

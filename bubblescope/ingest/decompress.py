@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import queue
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +55,36 @@ def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
     else:
         plain = _raw(path, BLOCK)
     yield from _bounded(plain, path, max_bytes)
+
+
+def ahead(blocks: Iterator[bytes], depth: int = 4) -> Iterator[bytes]:
+    """The same blocks, made in a thread of their own up to `depth` in advance: unpacking lets the interpreter go."""
+    ready: queue.Queue[bytes | BaseException | None] = queue.Queue(depth)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_fill, args=(blocks, ready, stopped), daemon=True)
+    thread.start()
+    try:
+        while (block := ready.get()) is not None:
+            if isinstance(block, BaseException):
+                raise block
+            yield block
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            while not ready.empty():
+                ready.get_nowait()
+            thread.join(0.01)
+
+
+def _fill(blocks: Iterator[bytes], ready: queue.Queue[bytes | BaseException | None], stopped: threading.Event) -> None:
+    try:
+        for block in blocks:
+            if stopped.is_set():
+                return
+            ready.put(block)
+        ready.put(None)
+    except BaseException as error:  # whatever it is, it belongs to the thread that asked for the blocks
+        ready.put(error)
 
 
 def _raw(path: str, size: int) -> Iterator[bytes]:

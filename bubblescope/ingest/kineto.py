@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from bubblescope.errors import InputError
+from bubblescope.ingest import partcache
 from bubblescope.ingest.decompress import blocks
 from bubblescope.ingest.kineto_assemble import assemble
 from bubblescope.ingest.kineto_scan import scan
@@ -74,13 +75,19 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
             notices.append(Notice("file-unreadable", f"{result.what}; this rank is left out", result.where or path))
         else:
             parts.append(result)
+    if options.cache:
+        partcache.prune()
     if not parts:
         raise errors[0] if errors else InputError("no trace files were given")
     return merge(_with_ranks(parts, notices), notices, "kineto")
 
 
 def read_part(path: str, options: ReadOptions = DEFAULT) -> Part:
-    """One file. Raises InputError when it is no trace, or not one rank's."""
+    """One file, or what is kept of it. Raises InputError when it is no trace, or not one rank's."""
+    return partcache.through(path, options, functools.partial(_read_part, options=options))
+
+
+def _read_part(path: str, options: ReadOptions) -> Part:
     found = scan(path, options)
     if len(found.events) == 0 and any(mark in _peek(path) for mark in _NOT_OURS):
         raise InputError(

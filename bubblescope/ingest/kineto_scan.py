@@ -20,7 +20,7 @@ import msgspec
 
 from bubblescope.errors import InputError
 from bubblescope.ingest import jsonrepair
-from bubblescope.ingest.decompress import blocks
+from bubblescope.ingest.decompress import ahead, blocks
 from bubblescope.ingest.events import Scan
 from bubblescope.ingest.kineto_columns import Columns
 from bubblescope.ingest.kineto_structs import EXACT, LAX, ONE, STRICT, Event
@@ -43,7 +43,7 @@ _PARSE_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, Invali
 def scan(path: str, options: ReadOptions = DEFAULT) -> Scan:
     """Read one trace file. Raises InputError when it is not a trace or breaks a limit of `options`."""
     notices: list[Notice] = []
-    return scan_blocks(blocks(path, options.max_bytes, notices), path, options, notices)
+    return scan_blocks(ahead(blocks(path, options.max_bytes, notices)), path, options, notices)
 
 
 def scan_blocks(

@@ -27,7 +27,7 @@ class ReadOptions:
     max_bytes: inflated size of one file. max_events: events kept of one file. comm_names: a regular expression;
     kernels that match are communication although no built-in name says so. compute_names: the opposite, and
     it wins. names: the user's rules for ranges (`ingest.usernames` reads them from a file). keep_cpu_ops: keep the
-    operators of the host that nothing reads, too.
+    operators of the host that nothing reads, too. cache: keep what was read in the user's cache folder, and use it.
     """
 
     max_bytes: int = 64 << 30
@@ -36,6 +36,7 @@ class ReadOptions:
     compute_names: str = ""
     names: tuple[NameRule, ...] = ()
     keep_cpu_ops: bool = False
+    cache: bool = False
 
 
 DEFAULT = ReadOptions()
