@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,11 +141,15 @@ class _Habits:
     kernels: dict[int, list[int]] = field(default_factory=lambda: {F: [], B: []})
     times: dict[int, list[int]] = field(default_factory=lambda: {F: [], B: []})
 
+    _typical: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+
     def typical(self, sense: int) -> tuple[float, float]:
         """(kernels, ns) of a segment; (0, 0) when none was seen."""
-        if not self.kernels[sense]:
-            return 0.0, 0.0
-        return float(np.median(self.kernels[sense])), float(np.median(self.times[sense]))
+        seen = (sense, len(self.kernels[sense]))
+        if seen not in self._typical:
+            lists = (self.kernels[sense], self.times[sense])
+            self._typical[seen] = (float(np.median(lists[0])), float(np.median(lists[1]))) if seen[1] else (0.0, 0.0)
+        return self._typical[seen]
 
 
 @dataclass(eq=False)
@@ -192,11 +197,12 @@ class _Labeller:
         mine = spans.rank == rank
         open_rows = mine & (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER)
         comm = mine & np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
-        for step in np.unique(spans.step[open_rows]).tolist():
+        work, talk = np.flatnonzero(open_rows), np.flatnonzero(comm)
+        posts_of = {step: talk[picked] for step, picked in intervals.rows_by(spans.step[talk])}
+        for step, picked in intervals.rows_by(spans.step[work]):
             if step < 0:
                 continue
-            rows = np.flatnonzero(open_rows & (spans.step == step))
-            posts = np.flatnonzero(comm & (spans.step == step))
+            rows, posts = work[picked], posts_of.get(step, talk[:0])
             by_host = bool(self.ordered_by_host[rows].all() and self.ordered_by_host[posts].all())
             rows = rows[np.argsort(self.at[rows] if by_host else spans.start_ns[rows], kind="stable")]
             self._cut(rank, step, stage, rows, self._cuts(rows, posts, stage, by_host))
@@ -232,12 +238,22 @@ class _Labeller:
         """When each message had arrived: the end of the kernel, or of the wait that belongs to the post."""
         spans = self.run.spans
         ends = spans.end_ns[posts].copy()
-        waits = np.flatnonzero((spans.lane == Lane.WAIT) & (spans.corr >= 0))
-        if len(waits) and len(posts):
-            known = {(int(spans.rank[w]), int(spans.corr[w])): int(spans.end_ns[w]) for w in waits.tolist()}
+        if self._waited_until:
             for i, row in enumerate(posts.tolist()):
-                ends[i] = known.get((int(spans.rank[row]), int(spans.corr[row])), int(ends[i]))
+                ends[i] = self._waited_until.get((int(spans.rank[row]), int(spans.corr[row])), int(ends[i]))
         return ends
+
+    @cached_property
+    def _waited_until(self) -> dict[tuple[int, int], int]:
+        """(rank, post's number) -> when the wait for it ended."""
+        spans = self.run.spans
+        waits = np.flatnonzero((spans.lane == Lane.WAIT) & (spans.corr >= 0))
+        columns = (spans.rank[waits].tolist(), spans.corr[waits].tolist(), spans.end_ns[waits].tolist())
+        return {(rank, corr): end for rank, corr, end in zip(*columns, strict=True)}
+
+    @cached_property
+    def _length(self) -> Int:
+        return self.run.spans.duration_ns
 
     def _is_forward(self, row: int, sends: bool, stage: int, rows: Int, position: int) -> bool:
         """Whether a message carries an activation: by its peer, at the ends by its direction, else by the
@@ -297,7 +313,7 @@ class _Labeller:
             for habits in (self.habits, self.own.setdefault(segment.rank, _Habits())):
                 habits.names[segment.pure].update(spans.name[segment.rows].tolist())
                 habits.kernels[segment.pure].append(len(segment.rows))
-                habits.times[segment.pure].append(int(spans.duration_ns[segment.rows].sum()))
+                habits.times[segment.pure].append(int(self._length[segment.rows].sum()))
 
     def assign(self) -> None:
         """Give every row its kind and micro-batch; steps whose counts do not add up lose the micro-batch."""
@@ -339,7 +355,6 @@ class _Labeller:
             return int(strong[0]) if first == F else int(strong[-1]) + 1
         if len(rows) < 2:
             return len(rows)
-        spans = self.run.spans
         cost = self._name_cost(rows, first)
         habits = self.own.get(rank)
         if habits is None or not (habits.kernels[first] or habits.kernels[-first]):
@@ -357,7 +372,7 @@ class _Labeller:
                 cost += 4.0 * np.abs(count - kernels[known]) / kernels[known]
         times = np.array([habits.typical(first)[1], habits.typical(-first)[1]])
         if times.all():
-            done = np.cumsum(spans.duration_ns[rows])
+            done = np.cumsum(self._length[rows])
             cost += np.abs(done[:-1] / max(int(done[-1]), 1) - times[0] / times.sum())
         return int(places[np.argmin(cost)])
 
