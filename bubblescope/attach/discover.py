@@ -104,7 +104,8 @@ def one(pid: int) -> Rank:
         raise AttachError(f"there is no process {pid}", hint="bubblescope doctor lists the training ranks") from None
     except PermissionError:
         raise AttachError(
-            f"process {pid} belongs to another user", hint="attach as that user, or as root"
+            f"process {pid} may not be looked at: it is another user's, or protected",
+            hint="attach as its user, or as root",
         ) from None
     except (OSError, KeyError) as error:
         raise AttachError(f"process {pid} cannot be looked at: {error}") from error

@@ -30,6 +30,9 @@ MARGIN_SECONDS = 4.0
 EXPORT_SECONDS = 60.0
 """How long writing a trace may take once its window is over."""
 
+LONGEST_DIRECTORY = 54
+"""Kineto's clients are called ``dynoconfigclient`` and a UUID, and a socket's path has at most 107 characters."""
+
 MOST_ROUNDS = 4
 TRACE_VARIABLE = "KINETO_ONDEMAND_TRACE_DIR"
 _INTERVAL = re.compile(r"^\s*ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS\s*=\s*(\d{1,4})\s*$", re.MULTILINE)
@@ -121,11 +124,11 @@ def _await_ready(ranks: Sequence[Rank], endpoints: _Endpoints, tell: Tell) -> No
     while time.monotonic() < ends and not all(rank.pid in endpoints[_directory(rank)].seen() for rank in ranks):
         time.sleep(0.05)
     seen = {pid: poll for endpoint in endpoints.values() for pid, poll in endpoint.seen().items()}
-    silent = [rank.label for rank in ranks if rank.pid not in seen]
+    silent = [rank for rank in ranks if rank.pid not in seen]
     if silent:
         raise AttachError(
-            f"{_some(silent)} did not ask for a trace in {patience:.0f} s",
-            hint="KINETO_USE_DAEMON=1 works when it is set before the job starts, in a torch with Kineto",
+            f"{_some([rank.label for rank in silent])} did not ask for a trace in {patience:.0f} s",
+            hint=_why_silent(silent[0]),
         )
     busy = [rank.label for rank in ranks if not seen[rank.pid].ready]
     if busy:
@@ -133,6 +136,15 @@ def _await_ready(ranks: Sequence[Rank], endpoints: _Endpoints, tell: Tell) -> No
             f"{_some(busy)} is being traced already, by the job itself or by somebody else",
             hint="wait until that has ended: two profilers in one process crash it",
         )
+
+
+def _why_silent(rank: Rank) -> str:
+    if len(_directory(rank) or "") > LONGEST_DIRECTORY:
+        return (
+            f"its {DIRECTORY_VARIABLE} is longer than {LONGEST_DIRECTORY} characters, so that the sockets that Kineto "
+            "makes there have names too long for the kernel; start the job with a shorter one"
+        )
+    return "KINETO_USE_DAEMON=1 works when it is set before the job starts, in a torch with Kineto"
 
 
 def _some(labels: Sequence[str]) -> str:

@@ -176,3 +176,8 @@ def test_a_trace_tells_its_rank_by_name_and_inside(tmp_path: Path) -> None:
     assert made.name == "rank-3.pt.trace.json"
     assert json.loads(made.read_text())["distributedInfo"] == {"rank": 3, "world_size": 8}
     assert not path.exists()
+
+
+def test_a_socket_folder_that_is_too_long_for_kineto_is_pointed_out() -> None:
+    assert "longer than 54" in kineto._why_silent(rank(environ={"KINETO_IPC_SOCKET_DIR": "/tmp/" + "x" * 60}))
+    assert "before the job starts" in kineto._why_silent(rank(environ={"KINETO_IPC_SOCKET_DIR": "/tmp/x"}))

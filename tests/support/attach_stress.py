@@ -22,10 +22,9 @@ import threading
 def spin():
     while True:
         sum(range(1000))
-for _ in range(2):
-    threading.Thread(target=spin, daemon=True).start()
+threading.Thread(target=spin, daemon=True).start()
 """
-"""Two threads that fight for the interpreter's lock."""
+"""A thread that fights for the interpreter's lock."""
 
 CLOSE = (
     "try:\n __import__('threading').Thread(target=lambda: __import__('bubblescope.attach.agent').attach.agent.stop())"
