@@ -16,6 +16,9 @@ from bubblescope.replay.whatif import PipelineModel
 
 Float = NDArray[np.float64]
 
+EXPLAINED = 0.8
+"""Below this share of a stage's time, its layers' times do not say how long the stage would take with others."""
+
 
 @dataclass(frozen=True, eq=False)
 class Repartition:
@@ -98,8 +101,8 @@ def _input_share(model: PipelineModel) -> float:
 
 def measured_layers(model: PipelineModel, seen: Sequence[LayerTime]) -> list[LayerTime] | None:
     """The layers that a recording timed, with what else the first and the last stage do pinned to them: embedding,
-    head and loss. None unless layers of every stage were seen
-    (and there are at least two).
+    head and loss. None unless layers of every stage were seen (and there are at least two), and unless they make up
+    `EXPLAINED` of each stage between: what a stage does beside its layers cannot be moved with them.
 
     Worked example: stage 0 takes F = 5 with two layers of F = 2: an embedding of F = 1 is pinned to it.
     """
@@ -108,6 +111,9 @@ def measured_layers(model: PipelineModel, seen: Sequence[LayerTime]) -> list[Lay
         return None
     ordered = sorted(seen, key=lambda layer: layer.stage)
     backward = model.input_grad + model.weight_grad
+    timed = np.bincount([x.stage for x in seen], [x.forward_s + x.backward_s for x in seen], n)
+    if (timed < EXPLAINED * (model.forward + backward))[1:-1].any():
+        return None
 
     def rest(stage: int, name: str, pinned: str) -> LayerTime:
         mine = [layer for layer in seen if layer.stage == stage]
