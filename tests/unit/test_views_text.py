@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from bubblescope.report.build import build
 from bubblescope.views import console, html, markdown, perfetto
 from bubblescope.views import csv as csv_view
 from bubblescope.views import format as fmt
 from bubblescope.views import json as json_view
 from bubblescope.views.figures.causes import stairs
-from bubblescope.views.html import parts
+from bubblescope.views.html import parts, tables
 from bubblescope.views.summary import first_screen, headline, lost_hours, reasons, top_actions
 from bubblescope.views.words import CAUSES, RATIOS
-from tests.support import fake_report
+from tests.support import cases, fake_report
 from tests.support.fake_report import FakeReport, Job
 
 NOW = datetime(2026, 2, 1, 9, 30, tzinfo=UTC)
@@ -159,6 +161,18 @@ def test_of_too_many_gpus_the_timeline_keeps_the_busiest_of_each_stage(monkeypat
     assert [15, 1] in made.content["rows"]
     assert {stage for _, stage in made.content["rows"]} == {0, 1}
     assert f"shows {len(made.content['rows'])} of 24 GPUs" in made.notices[0]
+
+
+def test_the_best_cut_of_whole_layers_stands_beside_the_times_of_today() -> None:
+    run = cases.report().run
+    timed = replace(run, source=replace(run.source, details={"layer_times": cases.layers(4, 4, 4, 8)}))
+    report = build(timed)
+    table = tables.partition(report)
+    assert [row[1] for row in table.rows] == ["5", "5", "5", "5"]
+    assert [row[2:] for row in table.rows] == [("30.00", "37.50")] * 3 + [("60.00", "37.50")]
+    assert "slowest stage takes 37.50 ms" in table.caption
+    assert 'id="table-partition"' in html.render(report)
+    assert tables.partition(cases.report()).rows == ()
 
 
 def test_hostile_names_are_inert_in_the_page(hostile: FakeReport) -> None:

@@ -42,6 +42,7 @@ def all_tables(report: ReportLike) -> dict[str, Table]:
         "fixes": fixes(report),
         "steps": steps(report),
         "balance": balance(report),
+        "partition": partition(report),
         "p2p": p2p(report),
         "ratios": ratios(report),
     }
@@ -178,6 +179,29 @@ def balance(report: ReportLike) -> Table:
         ))  # fmt: skip
     head = ("Stage", "F", "B", "I", "W", "together", "of the mean")
     return Table("Base time per micro-batch of each stage, in ms.", head, tuple(rows))
+
+
+def partition(report: ReportLike) -> Table:
+    """The best cut of whole layers, beside the times of today's; no rows where no layer was timed."""
+    best = next((d for d in _details(report, "partition") if d.get("layers")), None)
+    head = ("Stage", "layers", "now, ms", "then, ms")
+    if best is None:
+        return Table("", head, ())
+    stages = zip(best["layers"], best.get("seconds_per_microbatch") or [], best["stage_seconds"], strict=False)
+    rows = [
+        (f"stage {i}", f"{count:,}", fmt.milliseconds(now), fmt.milliseconds(then))
+        for i, (count, now, then) in enumerate(stages)
+    ]
+    caption = (
+        f"The best cut of whole layers, in ms per micro-batch. Its slowest stage takes "
+        f"{fmt.milliseconds(best['slowest_seconds'])} ms; layers that could be cut anywhere would allow "
+        f"{fmt.milliseconds(best['bound_seconds'])} ms."
+    )
+    return Table(caption, head, tuple(rows))
+
+
+def _details(report: ReportLike, kind: str) -> list[dict[str, Any]]:
+    return [row.get("detail") or {} for row in report.data.get("advice") or [] if row.get("kind") == kind]
 
 
 def p2p(report: ReportLike) -> Table:
