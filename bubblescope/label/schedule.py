@@ -46,11 +46,13 @@ def operations(run: Run) -> dict[tuple[int, int], list[Operation]]:
         (spans.lane == Lane.COMPUTE) & np.isin(spans.kind, PIPELINE_KINDS) & (spans.microbatch >= 0) & (spans.step >= 0)
     )
     rows = rows[np.argsort(spans.start_ns[rows], kind="stable")]
+    columns = [getattr(spans, c)[rows] for c in ("rank", "step", "kind", "stage", "microbatch")]
+    # Most kernels follow one of their own operation: of such neighbours (of one rank) the first is enough.
+    by_rank = np.argsort(columns[0], kind="stable")
+    new = np.ones(len(rows), dtype=np.bool_)
+    new[by_rank[1:]] = np.any([c[by_rank[1:]] != c[by_rank[:-1]] for c in columns], axis=0)
     out: dict[tuple[int, int], dict[Operation, None]] = {}
-    keys = zip(
-        *(getattr(spans, c)[rows].tolist() for c in ("rank", "step", "kind", "stage", "microbatch")), strict=True
-    )
-    for rank, step, kind, stage, microbatch in keys:
+    for rank, step, kind, stage, microbatch in zip(*(c[new].tolist() for c in columns), strict=True):
         out.setdefault((rank, step), {}).setdefault((Kind(kind), stage, microbatch))
     return {key: list(order) for key, order in out.items()}
 

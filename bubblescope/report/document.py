@@ -330,36 +330,35 @@ def _clock(a: Attribution) -> dict[str, Any]:
 
 def _p2p(a: Attribution) -> list[dict[str, Any]]:
     """Per route: sums per step, except bytes (per message) and gbps (10⁹ bit/s over the exact transfers)."""
-    table = tables.messages(a)
-    if not len(table):
+    table = tables.message_columns(a)
+    if not len(table["step"]):
         return []
-    steps = table["step"].nunique()
-    seen = table["exact"].astype(bool) & (table["bytes"] > 0) & (table["transfer_s"] > 0)
-    table = table.assign(bits=table["bytes"].where(seen, 0) * 8, seen_s=table["transfer_s"].where(seen, 0.0))
-    routes = table.groupby(["src", "dst", "direction"], sort=True).agg(
-        count=("step", "size"),
-        wait=("wait_s", "sum"),
-        transfer=("transfer_s", "sum"),
-        bytes=("bytes", "median"),
-        most=("bytes", "max"),
-        bits=("bits", "sum"),
-        seen_s=("seen_s", "sum"),
-        exact_share=("exact", "mean"),
-    )
-    found: list[dict[Any, Any]] = routes.reset_index().to_dict("records")
+    steps = len(np.unique(table["step"]))
+    order = np.lexsort((table["bytes"], table["direction"], table["dst"], table["src"]))
+    t = {name: column[order] for name, column in table.items()}
+    new = np.ones(len(order), dtype=np.bool_)
+    new[1:] = np.any([t[c][1:] != t[c][:-1] for c in ("src", "dst", "direction")], axis=0)
+    first = np.flatnonzero(new)
+    count = np.diff(np.append(first, len(order)))
+    seen = t["exact"].astype(np.bool_) & (t["bytes"] > 0) & (t["transfer_s"] > 0)
+    bits = np.add.reduceat(np.where(seen, t["bytes"], 0) * 8, first)
+    seen_s = np.add.reduceat(np.where(seen, t["transfer_s"], 0.0), first)
+    wait, transfer = np.add.reduceat(t["wait_s"], first), np.add.reduceat(t["transfer_s"], first)
+    exact = np.add.reduceat(t["exact"].astype(np.int64), first)
+    middle = (t["bytes"][first + (count - 1) // 2] + t["bytes"][first + count // 2]) / 2
     return [
         {
-            "src": int(row["src"]),
-            "dst": int(row["dst"]),
-            "direction": str(row["direction"]),
-            "count": round(row["count"] / steps),
-            "wait": float(row["wait"]) / steps,
-            "transfer": float(row["transfer"]) / steps,
-            "bytes": int(row["bytes"]) if row["most"] >= 0 else None,
-            "gbps": float(row["bits"] / row["seen_s"] / 1e9) if row["seen_s"] > 0 else None,
-            "exact_share": float(row["exact_share"]),
+            "src": int(t["src"][row]),
+            "dst": int(t["dst"][row]),
+            "direction": str(t["direction"][row]),
+            "count": round(int(count[i]) / steps),
+            "wait": float(wait[i]) / steps,
+            "transfer": float(transfer[i]) / steps,
+            "bytes": int(middle[i]) if t["bytes"][row + count[i] - 1] >= 0 else None,
+            "gbps": float(bits[i] / seen_s[i] / 1e9) if seen_s[i] > 0 else None,
+            "exact_share": float(exact[i]) / int(count[i]),
         }
-        for row in found
+        for i, row in enumerate(first.tolist())
     ]
 
 

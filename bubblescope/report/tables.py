@@ -187,13 +187,38 @@ MESSAGE_COLUMNS = ("src", "dst", "direction", "step", "microbatch", "send_s", "r
                    "transfer_s", "exact", "bytes")  # fmt: skip
 
 
+def device(a: Attribution) -> pd.DataFrame:
+    """One kernel or copy a row, as it stood on its stream; empty where the input had operations and no kernels."""
+    run, spans = a.run, a.run.spans
+    shown = run.source.timing == "kernels"
+    rows = np.flatnonzero((spans.device >= 0) & (spans.end_ns > spans.start_ns) & shown)
+    window = a.windows.locate(spans.rank[rows].astype(np.int64), spans.start_ns[rows])
+    rows = rows[window >= 0]
+    lanes = np.array([lane.name.lower() for lane in Lane], dtype=object)
+    return frame(
+        {
+            "rank": spans.rank[rows],
+            "step": spans.step[rows],
+            "device": spans.device[rows],
+            "stream": spans.stream[rows],
+            "lane": lanes[spans.lane[rows]],
+            "name": np.array(run.names.texts, dtype=object)[spans.name[rows]],
+            "start_s": seconds(a, spans.start_ns[rows]),
+            "end_s": seconds(a, spans.end_ns[rows]),
+        }
+    )
+
+
 def messages(a: Attribution) -> pd.DataFrame:
     """One matched message a row: when both ends were posted and when the receiver had it.
 
     wait_s: the receiver waited for the sender. transfer_s: from both posted to done; exact: seen, not bounded.
     """
-    import pandas as pd
+    return frame(message_columns(a))
 
+
+def message_columns(a: Attribution) -> dict[str, NDArray[Any]]:
+    """`messages` as plain arrays, by step, source, destination and time of sending."""
     base = origin_ns(a)
     parts = []
     for p in a.programs:
@@ -202,24 +227,27 @@ def messages(a: Attribution) -> pd.DataFrame:
         send, recv = p.start[m.send], p.start[m.recv]
         begun, done = p.start[m.wait], p.end[m.wait]
         consumer = np.where(m.consumer >= 0, p.microbatch[m.consumer], -1)
-        columns = {
-            "src": np.repeat(p.rank[m.send], k),
-            "dst": np.repeat(p.rank[m.recv], k),
-            "direction": np.repeat(np.where(m.is_grad, "grad", "act"), k),
-            "step": np.tile(p.steps, len(m.send)),
-            "microbatch": np.repeat(consumer, k),
-            "send_s": (send * NS + zero).reshape(-1),
-            "recv_s": (recv * NS + zero).reshape(-1),
-            "done_s": (done * NS + zero).reshape(-1),
-            "wait_s": (np.clip(np.maximum(send, recv) - begun, 0, np.maximum(done - begun, 0)) * NS).reshape(-1),
-            "transfer_s": (m.transfer * NS).reshape(-1),
-            "exact": m.exact.reshape(-1),
-            "bytes": np.repeat(m.bytes, k),
-        }
-        parts.append(frame(columns))
-    empty = frame({name: [] for name in MESSAGE_COLUMNS})
-    table = pd.concat(parts, ignore_index=True) if parts else empty
-    return table.sort_values(["step", "src", "dst", "send_s"], kind="stable", ignore_index=True)
+        parts.append(
+            {
+                "src": np.repeat(p.rank[m.send], k),
+                "dst": np.repeat(p.rank[m.recv], k),
+                "direction": np.repeat(np.where(m.is_grad, "grad", "act"), k),
+                "step": np.tile(p.steps, len(m.send)),
+                "microbatch": np.repeat(consumer, k),
+                "send_s": (send * NS + zero).reshape(-1),
+                "recv_s": (recv * NS + zero).reshape(-1),
+                "done_s": (done * NS + zero).reshape(-1),
+                "wait_s": (np.clip(np.maximum(send, recv) - begun, 0, np.maximum(done - begun, 0)) * NS).reshape(-1),
+                "transfer_s": (m.transfer * NS).reshape(-1),
+                "exact": m.exact.reshape(-1),
+                "bytes": np.repeat(m.bytes, k),
+            }
+        )
+    if not parts:
+        return {name: np.empty(0) for name in MESSAGE_COLUMNS}
+    table = {name: np.concatenate([part[name] for part in parts]) for name in MESSAGE_COLUMNS}
+    order = np.lexsort((table["send_s"], table["dst"], table["src"], table["step"]))
+    return {name: column[order] for name, column in table.items()}
 
 
 def ideal(a: Attribution) -> pd.DataFrame:
