@@ -273,16 +273,20 @@ class _Connection:
 
 
 def _listen(path: Path) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        # What an earlier process of the same number left behind; anything else than our own socket is refused.
-        protocol.check_socket(path, os.geteuid())
-        path.unlink()
+    """Under its name only once it listens: who sees the socket can connect to it."""
+    beside = path.with_suffix(".new")
+    for name in (path, beside):
+        with contextlib.suppress(FileNotFoundError):
+            # What an earlier process of the same number left behind; anything else than our own socket is refused.
+            protocol.check_socket(name, os.geteuid())
+            name.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(str(path))
-        path.chmod(0o600)
+        listener.bind(str(beside))
+        beside.chmod(0o600)
         listener.listen(MAX_CONNECTIONS)
         listener.setblocking(False)
+        beside.rename(path)
     except OSError:
         listener.close()
         raise
