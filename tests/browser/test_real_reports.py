@@ -144,5 +144,7 @@ def test_a_lost_rank_is_named_and_nothing_is_guessed(visit: Any, path_of: Any) -
     assert "is idle" in page.inner_text("#headline")
 
 
-def test_the_slow_stage_of_the_demo_is_named(visit: Any, path_of: Any) -> None:
-    assert "stage 2 is" in visit(path_of("demo")).page.inner_text("#headline")
+def test_the_slow_stage_of_the_demo_is_named_and_relieved(visit: Any, path_of: Any) -> None:
+    page = visit(path_of("demo")).page
+    assert "stage 2 is" in page.inner_text("#headline")
+    assert "Move layers off stage 2" in page.inner_text("#table-actions")

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
 
 
+MOST_TICKS = 20
+"""Up to so many steps each has a tick; between them plotly would put halves."""
+
+
 def steps_figure(report: ReportLike) -> go.Figure:
     """One bar a step: busy below, idle above; outliers carry a diamond."""
     steps = report.steps
@@ -33,5 +37,7 @@ def steps_figure(report: ReportLike) -> go.Figure:
             hovertemplate="step %{x} is an outlier<extra></extra>",
         )  # fmt: skip
     figure.update_layout(barmode="stack", bargap=0.15, yaxis={"rangemode": "tozero"}, xaxis={"tickformat": "d"})
+    if len(number) <= MOST_TICKS:
+        figure.update_xaxes(tickmode="array", tickvals=number)
     figure.update_xaxes(showgrid=False)
     return figure

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 200
 MOST_LINKS = 64
+OUTSIDE_GAME = ("host_launch", "data_loading", "unexplained")
+"""Host delay is removed before the causes among which savings are shared out; `unexplained` cannot be removed."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def fixes(report: ReportLike) -> Table:
     head = ("Cause", "Sure", "share of idle", "ms", "first-in", "Shapley", "over all orders")
     caption = (
         "What fixing each cause would buy, in ms per step. The headline savings use first-in. Warmup, cooldown and "
-        "schedule are intrinsic: only another schedule or more micro-batches recover them."
+        "schedule are intrinsic: only another schedule or more micro-batches recover them. –: not defined, as host "
+        "delay is removed before savings are shared out."
     )
     return Table(caption, head, tuple(rows), 2)
 
@@ -151,7 +154,7 @@ def fixes(report: ReportLike) -> Table:
 def _saving(number: float | None, cause: str) -> str:
     if number is not None:
         return fmt.milliseconds(number)
-    return fmt.MISSING if cause in INTRINSIC else "unavailable"
+    return fmt.MISSING if cause in (*INTRINSIC, *OUTSIDE_GAME) else "unavailable"
 
 
 def steps(report: ReportLike) -> Table:

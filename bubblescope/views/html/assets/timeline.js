@@ -47,7 +47,7 @@
     state.row = Math.min(state.row, rows.length - 1);
   }
 
-  const gutter = () => (canvas.clientWidth < 560 ? 62 : 116);
+  const gutter = () => (canvas.clientWidth >= 560 ? 116 : byStage ? 84 : 62);
   const viewHeight = () => Math.min(MOST_HEIGHT, state.contentHeight);
   const length = () => Math.round(Math.max(state.block.seconds, state.showIdeal && t.ideal ? t.ideal.seconds : 0) / t.unit);
   const toX = (time) => gutter() + (time - state.from) / (state.to - state.from) * (canvas.clientWidth - gutter() - 8);
