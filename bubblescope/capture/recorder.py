@@ -20,7 +20,7 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
 
-from bubblescope.capture import environment, hooks
+from bubblescope.capture import environment, hooks, messages
 from bubblescope.capture.hostclocks import HostClocks
 from bubblescope.capture.patching import PatchSet, log
 from bubblescope.capture.steps import Label, StepBuffer, StepRule, columns
@@ -474,14 +474,17 @@ def instrument(
 def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
     """Mark one operation of a pipeline that no hook knows. Costs nothing when nothing is recorded.
 
-    kind: "F", "B", "I", "W" or the name of a `Kind` ("loss", "optimizer", "data", "collective").
+    kind: "F", "B", "I", "W" or the name of a `Kind` ("loss", "optimizer", "data", "collective"); around what sends
+    or receives: "send_forward", "recv_forward", "send_backward", "recv_backward" (`messages.KINDS`), with the stage
+    that does it, so that both ends of a message are known to belong together.
     stage: global (virtual) stage. microbatch: 0-based within the step. Raises UsageError on an unknown kind.
 
     >>> with span("F", stage=0, microbatch=3):
     ...     pass
     """
     recorder = _active
-    meant = _kind(kind)
+    message = messages.label(kind, stage, microbatch)
+    meant = message.kind if message is not None else _kind(kind)
     if recorder is None or not recorder.running:
         yield
         return
@@ -494,7 +497,9 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
     yield
     if recorder.running and recorder.rule.current.sampled:
         end = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
-        recorder.add(lane, start, end, (Label(meant, stage, microbatch),))
+        if message is not None:
+            recorder.add(Lane.POST, start, start, (message,))
+        recorder.add(lane, start, end, (message or Label(meant, stage, microbatch),))
 
 
 def step() -> None:

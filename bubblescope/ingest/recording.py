@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
-from bubblescope.ingest import hostclocks, settled
+from bubblescope.ingest import hostclocks, recorded_rows, settled
 from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
@@ -34,7 +34,6 @@ from bubblescope.model import (
     Source,
     Spans,
 )
-from bubblescope.model.kinds import SHORT
 from bubblescope.model.layers import LayerTime
 
 Int = NDArray[np.int64]
@@ -43,13 +42,7 @@ SCHEMA_VERSION = 1
 """The newest that this reader understands."""
 
 _FILE = re.compile(r"rank-\d+(\.\d+(-\d+)?)?\.jsonl\Z")
-_KINDS = {SHORT.get(kind, kind.name): int(kind) for kind in Kind}
-_LANES = {lane.name.lower(): int(lane) for lane in Lane}
 _HOST_LANES = (int(Lane.HOST), int(Lane.RANGE))
-_NARROW = ("stage", "chunk", "microbatch", "peer", "device")
-_LIMIT = {"device": 2**15 - 1}
-_MAX_NS = 2**60
-"""36 years: monotonic times and sizes beyond it are damage. With wall times below 2**61 no sum leaves int64."""
 _MAX_DRIFT = 1e-3
 """Clocks differ by parts per million; a steeper line comes from damaged rows."""
 
@@ -70,6 +63,10 @@ class _Columns(msgspec.Struct):
     name: list[int]
     host_start_ns: list[int] | None = None
     host_end_ns: list[int] | None = None
+
+
+_NO_COLUMNS = _Columns([], [], [], [], [], [], [], [], [], [], [], [], [])
+"""In place of lists that were packed into arrays, so that memory holds them once."""
 
 
 class _Header(msgspec.Struct, tag="header", tag_field="kind"):
@@ -142,6 +139,7 @@ class _File:
     header: _Header
     layout: _Layout | None = None
     steps: list[_Step] = field(default_factory=list)
+    rows: list[recorded_rows.Rows] = field(default_factory=list)
     end: _End | None = None
     readings: list[hostclocks.Reading] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
@@ -314,10 +312,14 @@ def _take(path: Path, raw: bytes, made: _File | None) -> tuple[_File | None, str
             return made, "an impossible clock reading"
         made.readings.append(line)
         return made, ""
-    problem = _step_problem(line)
-    if not problem:
-        made.steps.append(line)
-    return made, problem
+    problem = _range_problem(line)
+    rows = problem or recorded_rows.pack(line.columns, len(line.texts))
+    if isinstance(rows, str):
+        return made, rows
+    line.columns = _NO_COLUMNS
+    made.steps.append(line)
+    made.rows.append(rows)
+    return made, ""
 
 
 def _refuse_newer(path: Path, raw: bytes) -> None:
@@ -343,26 +345,10 @@ def _layout_problem(line: _Layout) -> str:
     return ""
 
 
-def _step_problem(line: _Step) -> str:
-    columns = line.columns
-    made = [getattr(columns, name) for name in columns.__struct_fields__]
-    lengths = {len(column) for column in made if column is not None}
-    if len(lengths) > 1:
-        return f"its columns have {min(lengths)} to {max(lengths)} rows"
+def _range_problem(line: _Step) -> str:
     if not -1 <= line.step < 2**31:
         return f"step {line.step} is out of range"
-    if not set(columns.kind) <= _KINDS.keys() or not set(columns.lane) <= _LANES.keys():
-        return "an unknown kind or lane"
-    texts = len(line.texts)
-    if any(not 0 <= i < texts for column in (columns.name, columns.group) for i in column):
-        return "a name index out of range"
-    for name in _NARROW:
-        limit = _LIMIT.get(name, 2**31 - 1)
-        if any(not -1 <= value <= limit for value in getattr(columns, name)):
-            return f"{name} out of range"
-    big = [*columns.start_ns, *columns.end_ns, *columns.seq, *columns.bytes]
-    big += [*(columns.host_start_ns or ()), *(columns.host_end_ns or ()), line.seen_ns or 0]
-    return "a number out of range" if any(abs(value) >= _MAX_NS for value in big) else ""
+    return "a number out of range" if abs(line.seen_ns or 0) >= recorded_rows.MAX_NS else ""
 
 
 # ---- which files belong to the run
@@ -408,7 +394,7 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
     parts = [_spans_of(file, names, notices) for file in files]
     clock, moves = _clock(files)
     parts = [move(part) for part, move in zip(parts, moves, strict=True)]
-    spans, layers = take_layers(Spans.concat(parts).sorted(), names)
+    spans, layers = take_layers(settled.find_peers(Spans.concat(parts).sorted()), names)
     origin = int(spans.start_ns.min()) if len(spans) else 0
     spans = _shift(spans, -origin)
     layout = _layout(files, names, spans)
@@ -507,10 +493,10 @@ def _rank_notices(files: list[_File]) -> list[Notice]:
 def _spans_of(file: _File, names: Names, notices: list[Notice]) -> Spans:
     parts = []
     bad = combined = 0
-    for step in file.steps:
+    for step, rows in zip(file.steps, file.rows, strict=True):
         if step.partial:
             continue
-        part, split = settled.split_combined(_spans_of_step(file, step, names), names)
+        part, split = settled.split_combined(_spans_of_step(file, step, rows, names), names)
         part = settled.evaluation(part, names) if step.eval else part
         combined += split
         good = part.end_ns >= part.start_ns
@@ -526,21 +512,17 @@ def _spans_of(file: _File, names: Names, notices: list[Notice]) -> Spans:
     return _on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans
 
 
-def _spans_of_step(file: _File, step: _Step, names: Names) -> Spans:
-    columns = step.columns
+def _spans_of_step(file: _File, step: _Step, rows: recorded_rows.Rows, names: Names) -> Spans:
     texts = np.array([names.intern(text) for text in step.texts] or [0], dtype=np.int64)
     return Spans.from_columns(
-        len(columns.kind),
+        len(rows),
         rank=file.rank,
         step=-1 if step.eval else step.step,
-        kind=np.array([_KINDS[text] for text in columns.kind], dtype=np.int64),
-        lane=np.array([_LANES[text] for text in columns.lane], dtype=np.int64),
-        name=texts[np.array(columns.name, dtype=np.int64)],
-        group=texts[np.array(columns.group, dtype=np.int64)],
-        **{
-            name: np.array(getattr(columns, name), dtype=np.int64)
-            for name in (*_NARROW, "start_ns", "end_ns", "seq", "bytes")
-        },
+        kind=rows.kind,
+        lane=rows.lane,
+        name=texts[rows.name],
+        group=texts[rows.group],
+        **rows.numbers,
     )
 
 
@@ -561,13 +543,11 @@ def _on_host_clock(file: _File, spans: Spans) -> Spans:
     gives offset and drift.
     """
     centres, bounds = [], []
-    for step in file.steps:
-        columns = step.columns
-        if step.partial or columns.host_start_ns is None or not columns.host_start_ns:
+    for step, rows in zip(file.steps, file.rows, strict=True):
+        if step.partial or not len(rows.host_start_ns):
             continue
-        host = np.array(columns.host_start_ns, dtype=np.int64)
-        device = np.array(columns.start_ns, dtype=np.int64)
-        on_device = (host >= 0) & np.array([_LANES[lane] not in _HOST_LANES for lane in columns.lane])
+        host, device = rows.host_start_ns, rows.numbers["start_ns"]
+        on_device = (host >= 0) & ~np.isin(rows.lane, _HOST_LANES)
         if on_device.any():
             centres.append(int(device[on_device].mean()))
             bounds.append(int((host - device)[on_device].max()))

@@ -9,6 +9,7 @@ from bubblescope.model import Kind, Lane, Names, Spans
 COMBINED = "combined"
 """Name of a forward and a backward that ran interleaved, layer by layer, in one call."""
 _FORWARD_SHARE = 1 / 3
+_TENSORS_PER_MESSAGE = 64
 
 
 def evaluation(spans: Spans, names: Names) -> Spans:
@@ -37,6 +38,30 @@ def evaluation(spans: Spans, names: Names) -> Spans:
         name=names.intern("evaluation"),
     )
     return Spans.concat([spans.with_columns(device=np.full(len(spans), -1)), cover])
+
+
+def find_peers(spans: Spans) -> Spans:
+    """Name the rank at the other end of messages that tell only their stage (`bubblescope.span`): the one rank that
+    runs the neighbouring stage. With several such ranks (replicas) it stays open.
+    """
+    rows = np.flatnonzero(
+        spans.where(kind=(Kind.SEND, Kind.RECV)) & (spans.peer < 0) & (spans.seq >= 0) & (spans.stage >= 0)
+    )
+    if not len(rows):
+        return spans
+    ran = spans.where(kind=Kind.FORWARD, lane=Lane.COMPUTE)
+    where: dict[int, set[int]] = {}
+    for stage, rank in set(zip(spans.stage[ran].tolist(), spans.rank[ran].tolist(), strict=True)):
+        where.setdefault(stage, set()).add(rank)
+    peer = spans.peer.copy()
+    # `seq` is even for activations and odd for gradients, in units of the tensors of a message.
+    grad = (spans.seq[rows] // _TENSORS_PER_MESSAGE) % 2 == 1
+    onward = (spans.kind[rows] == Kind.SEND) != grad
+    for row, neighbour in zip(rows, spans.stage[rows] + np.where(onward, 1, -1), strict=True):
+        ranks = where.get(int(neighbour), set())
+        if len(ranks) == 1:
+            peer[row] = next(iter(ranks))
+    return spans.with_columns(peer=peer)
 
 
 def split_combined(spans: Spans, names: Names) -> tuple[Spans, int]:

@@ -18,9 +18,9 @@ from bubblescope.capture.hooks.shared import (
     check_version,
     device_name,
     installed_version,
-    message_number,
 )
 from bubblescope.capture.hooks.torch_common import group_name
+from bubblescope.capture.messages import message_number
 from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
 

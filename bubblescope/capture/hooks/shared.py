@@ -14,19 +14,6 @@ if TYPE_CHECKING:
     from bubblescope.capture.recorder import Recorder
 
 _DEVICE_LANES = (Lane.COMPUTE, Lane.WAIT, Lane.POST, Lane.COPY)
-_TENSORS_PER_MESSAGE = 64
-
-
-def message_number(microbatch: int, consumer: int, stages: int, is_grad: bool, index: int = 0) -> int:
-    """The number by which the reader knows both ends of a message (`Spans.seq`), as torch's hooks make it.
-
-    consumer: global stage that uses the message. index: of the tensor within the message.
-
-    >>> message_number(1, 2, 4, False), message_number(1, 2, 4, True)
-    (768, 832)
-    """
-    number = ((microbatch * stages + consumer) * 2 + is_grad) * _TENSORS_PER_MESSAGE
-    return number + index % _TENSORS_PER_MESSAGE
 
 
 def rest_of(events: Sequence[Event], start: Any, end: Any) -> list[tuple[Any, Any]]:

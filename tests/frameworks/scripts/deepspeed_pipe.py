@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Layer(torch.nn.Module):
         return torch.nn.functional.gelu(self.inner(x))
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", choices=["pipeline", "dualpipev"], default="pipeline")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -40,7 +41,11 @@ def main() -> None:
     parser.add_argument("--pad-ms", type=float, default=0.0)
     parser.add_argument("--losses", required=True)
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def make_step(options: argparse.Namespace) -> Callable[..., float]:
+    """What trains one step and gives its loss; with ``forward_only=True`` it evaluates."""
     torch.set_num_threads(1)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -76,11 +81,21 @@ def main() -> None:
             yield x, x * 0.5
 
     data = batches()
+
+    def step(forward_only: bool = False) -> float:
+        return float(engine.eval_batch(data) if forward_only else engine.train_batch(data_iter=data))
+
+    return step
+
+
+def main() -> None:
+    options = parse()
+    step = make_step(options)
     losses = []
-    for step in range(options.steps):
-        losses.append(float(engine.train_batch(data_iter=data)))
-        if options.evaluate and step % 2:
-            engine.eval_batch(data_iter=data)
+    for number in range(options.steps):
+        losses.append(step())
+        if options.evaluate and number % 2:
+            step(forward_only=True)
     if torch.distributed.get_rank() == 0:
         Path(options.losses).write_text(json.dumps(losses))
     torch.distributed.barrier()

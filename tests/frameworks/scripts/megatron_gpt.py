@@ -13,6 +13,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def build(options: argparse.Namespace, rank: int, world: int) -> list[Any]:
     return made
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=4)
@@ -91,7 +92,11 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="a forward-only call after each second step")
     parser.add_argument("--pad-ms", type=float, default=0.0, help="sleep so long in each forward")
     parser.add_argument("--losses", required=True)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def make_step(options: argparse.Namespace) -> Callable[..., float | None]:
+    """What trains one step and gives its loss on the last stage; with ``forward_only=True`` it evaluates."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -121,10 +126,10 @@ def main() -> None:
         return out, loss
 
     run = get_forward_backward_func()
-    losses = []
 
-    def call(forward_only: bool) -> Any:
-        return run(
+    def step(forward_only: bool = False) -> float | None:
+        optimizer.zero_grad()
+        said = run(
             forward_step_func=forward_step,
             data_iterator=[batches() for _ in models] if len(models) > 1 else batches(),
             model=models if len(models) > 1 else models[0],
@@ -133,21 +138,27 @@ def main() -> None:
             micro_batch_size=ROWS,
             forward_only=forward_only,
         )
+        if not forward_only:
+            optimizer.step()
+        return float(sum(x["loss"] for x in said) / len(said)) if said else None
 
-    for step in range(options.steps):
-        optimizer.zero_grad()
-        said = call(False)
-        optimizer.step()
-        if said:
-            losses.append(float(sum(x["loss"] for x in said) / len(said)))
-        if options.evaluate and step % 2:
-            call(True)
-    if losses:
+    return step
+
+
+def main() -> None:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    options = parse()
+    step = make_step(options)
+    losses = []
+    for number in range(options.steps):
+        losses.append(step())
+        if options.evaluate and number % 2:
+            step(forward_only=True)
+    if losses[0] is not None:
         Path(options.losses).write_text(json.dumps(losses))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     main()

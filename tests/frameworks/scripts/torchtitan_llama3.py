@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,17 @@ def build(options: argparse.Namespace, world: int) -> tuple[Any, list[Any], bool
     return schedule, parts, first, last
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--losses", required=True)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def make_step(options: argparse.Namespace) -> Callable[[], float | None]:
+    """What trains one step and gives its loss on the last stage."""
     warnings.filterwarnings("ignore")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan.tools.utils asks at import
@@ -86,8 +91,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, WORDS, (options.microbatches, LENGTH + 1), generator=generator)
     valid = torch.tensor(float(options.microbatches * LENGTH))
-    losses = []
-    for _ in range(options.steps):
+
+    def step() -> float | None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         said: list[Any] = []
@@ -99,9 +104,16 @@ def main() -> None:
         )
         for optimizer in optimizers:
             optimizer.step()
-        if said:
-            losses.append(float(sum(loss.detach() for loss in said)))
-    if losses:
+        return float(sum(loss.detach() for loss in said)) if said else None
+
+    return step
+
+
+def main() -> None:
+    options = parse()
+    step = make_step(options)
+    losses = [step() for _ in range(options.steps)]
+    if losses[0] is not None:
         Path(options.losses).write_text(json.dumps(losses))
     dist.barrier()
     dist.destroy_process_group()
