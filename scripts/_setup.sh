@@ -3,6 +3,7 @@
 #
 #   setup_venv EXTRA…     .venv with bubblescope (editable), the extras and torch; quick when nothing changed
 #   setup_frameworks      .venv-frameworks: bubblescope beside Megatron-Core, DeepSpeed and torchtitan
+#   setup_tools           .venv-tools: bubblescope beside TensorBoard, torch-tb-profiler and traceinsight
 #   setup_chromium        Debian's chromium for the browser tests, where it is missing and can be installed
 #   setup_prometheus      the same for prometheus and promtool, which the dashboards' tests ask
 
@@ -10,7 +11,9 @@ set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$REPO/.venv"
 FRAMEWORKS="$REPO/.venv-frameworks"
+TOOLS="$REPO/.venv-tools"
 TORCH_PIN="torch==2.13.0"
+TOOL_PINS=("tensorboard==2.21.0" "torch-tb-profiler==0.4.3" "traceinsight==0.6.1" "setuptools<81")
 FRAMEWORK_PINS=("megatron-core==0.16.1" "deepspeed==0.19.8" "torchtitan==0.3.0" "triton" "lightning" "transformers"
   "accelerate" "mlflow-skinny")
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -95,6 +98,23 @@ setup_frameworks() {
   "$FRAMEWORKS/bin/pip" install --quiet setuptools wheel packaging ninja
   "$FRAMEWORKS/bin/pip" install --quiet "$TORCH_PIN" "${FRAMEWORK_PINS[@]}"
   "$FRAMEWORKS/bin/pip" install --quiet --editable .
+  printf '%s\n' "$want" >"$stamp"
+}
+
+# The tools that others look at traces with, for comparison and for the test that TensorBoard opens our folders.
+setup_tools() {
+  local python want stamp="$TOOLS/.setup"
+  python=$(find_python)
+  want=$(fingerprint "$python" "${TOOL_PINS[*]}")
+  if [[ -x $TOOLS/bin/python && $(cat "$stamp" 2>/dev/null) == "$want" ]]; then
+    return
+  fi
+  say "setting up .venv-tools: ${TOOL_PINS[*]}"
+  if ! "$TOOLS/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear "$TOOLS"
+  fi
+  "$TOOLS/bin/pip" install --quiet "${TOOL_PINS[@]}"
+  "$TOOLS/bin/pip" install --quiet --editable .
   printf '%s\n' "$want" >"$stamp"
 }
 

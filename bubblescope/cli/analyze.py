@@ -46,6 +46,8 @@ class Outputs:
     markdown: str | None = None
     csv: Path | None = None
     perfetto: Path | None = None
+    parquet: Path | None = None
+    tensorboard: Path | None = None
 
     @property
     def html_files(self) -> list[Path]:
@@ -107,6 +109,15 @@ def report_options(command: Command) -> Command:
     "--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Write a timeline for ui.perfetto.dev."
 )
 @click.option(
+    "--parquet", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as Parquet."
+)
+@click.option(
+    "--tensorboard",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write summaries, and traces for torch-tb-profiler.",
+)
+@click.option(
     "--format",
     "format_name",
     default="auto",
@@ -152,6 +163,8 @@ def analyze(
     markdown_to: str | None,
     csv: Path | None,
     perfetto: Path | None,
+    parquet: Path | None,
+    tensorboard: Path | None,
     format_name: str,
     names_file: Path | None,
     price: float | None,
@@ -184,7 +197,10 @@ def analyze(
         microbatches=microbatches,
         stages=stages,
     )
-    outputs = Outputs(out=out, html=html, json=json_to, markdown=markdown_to, csv=csv, perfetto=perfetto)
+    outputs = Outputs(
+        out=out, html=html, json=json_to, markdown=markdown_to, csv=csv, perfetto=perfetto, parquet=parquet,
+        tensorboard=tensorboard,
+    )  # fmt: skip
     stdout_owner(json=json_to, markdown=markdown_to)
     with reading_pool(engine, scheduler, jobs) as executor:
         report = make_report(
@@ -225,7 +241,7 @@ def make_report(
 
 def deliver(report: Report, outputs: Outputs) -> None:
     """Write what was asked for, print the summary to stdout and the warnings to stderr."""
-    from bubblescope.views import console, csv, html, json, markdown, perfetto
+    from bubblescope.views import console, csv, html, json, markdown, parquet, perfetto, tensorboard
 
     for page in outputs.html_files:
         with writing(page):
@@ -242,6 +258,10 @@ def deliver(report: Report, outputs: Outputs) -> None:
         with writing(outputs.perfetto):
             outputs.perfetto.parent.mkdir(parents=True, exist_ok=True)
             perfetto.write(report, outputs.perfetto)
+    for folder, view in ((outputs.parquet, parquet), (outputs.tensorboard, tensorboard)):
+        if folder is not None:
+            with writing(folder):
+                view.write(report, folder)
     owner = stdout_owner(json=outputs.json, markdown=outputs.markdown)
     console.print_summary(report, results(owner), next(iter(outputs.html_files), None))
     warn(Notice(w["code"], w["message"], w["file"] or "") for w in report.data["source"]["warnings"])

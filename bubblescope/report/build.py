@@ -65,6 +65,11 @@ class Report:
         return tables.steps(self.attribution)
 
     @cached_property
+    def device(self) -> pd.DataFrame:
+        """rank, step, device, stream, lane, name, start_s, end_s: every kernel and copy; empty without kernels."""
+        return tables.device(self.attribution)
+
+    @cached_property
     def messages(self) -> pd.DataFrame:
         """src, dst, direction, step, microbatch, send_s, recv_s, done_s of the matched messages."""
         return tables.messages(self.attribution)

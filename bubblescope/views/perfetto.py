@@ -11,9 +11,12 @@ from bubblescope.views import format as fmt
 from bubblescope.views.words import CAUSE, CAUSES, RUNGS
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from bubblescope.views.source import ReportLike
 
 Event = dict[str, Any]
+Streams = dict[tuple[int, int, int], int]
 
 TRACKS = ("compute", "bubbles", "communication", "data", "messages")
 _TRACK_OF = {"send": 2, "recv": 2, "wait": 2, "data": 3}
@@ -26,7 +29,10 @@ _COLOURS = {
 
 def render(report: ReportLike) -> str:
     """The trace as text. A process a GPU, a thread a track; times in microseconds from the first analysed window."""
-    events = [*_names(report), *_ops(report), *_bubbles(report), *_arrows(report)]
+    streams = _stream_tracks(report.device)
+    events = [
+        *_names(report, streams), *_ops(report), *_bubbles(report), *_kernels(report.device, streams), *_arrows(report)
+    ]  # fmt: skip
     head = {"displayTimeUnit": "ms", "otherData": {"producer": "bubblescope"}}
     body = ",\n".join(json.dumps(e, sort_keys=True, allow_nan=False, separators=(",", ":")) for e in events)
     return json.dumps(head, sort_keys=True)[:-1] + ', "traceEvents": [\n' + body + "\n]}\n"
@@ -42,7 +48,15 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _names(report: ReportLike) -> Iterator[Event]:
+def _stream_tracks(device: pd.DataFrame) -> Streams:
+    """(rank, device, stream) -> the number of its track."""
+    if not len(device):
+        return {}
+    columns = (device[name].tolist() for name in ("rank", "device", "stream"))
+    return {place: len(TRACKS) + i for i, place in enumerate(sorted(set(zip(*columns, strict=True))))}
+
+
+def _names(report: ReportLike, streams: Streams) -> Iterator[Event]:
     gpus = sorted(report.data.get("gpus") or [], key=lambda g: (g.get("stage") or 0, g["rank"]))
     for order, gpu in enumerate(gpus):
         pid = gpu["rank"]
@@ -51,6 +65,10 @@ def _names(report: ReportLike) -> Iterator[Event]:
         for tid, track in enumerate(TRACKS):
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+    for (rank, device, stream), tid in streams.items():
+        name = f"GPU {device}, stream {stream}"
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
 
 
 def _ops(report: ReportLike) -> Iterator[Event]:
@@ -77,6 +95,18 @@ def _bubbles(report: ReportLike) -> Iterator[Event]:
                 "step": int(gap["step"]), "phase": gap["phase"], "before": fmt.plain(gap["before"]) or "end of step",
                 "waited_for_us": rungs, "causes_us": parts,
             },
+        }  # fmt: skip
+
+
+def _kernels(device: pd.DataFrame, streams: Streams) -> Iterator[Event]:
+    """What ran on each stream, under its own name."""
+    for row in device.to_dict("records"):
+        place = (int(row["rank"]), int(row["device"]), int(row["stream"]))
+        yield {
+            "ph": "X", "name": row["name"] or row["lane"], "cat": "gpu_memcpy" if row["lane"] == "copy" else "kernel",
+            "pid": place[0], "tid": streams[place], "ts": _us(row["start_s"]),
+            "dur": _us(row["end_s"] - row["start_s"]),
+            "args": {"device": place[1], "stream": place[2], "step": int(row["step"])},
         }  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import pandas as pd
 class ReportLike(Protocol):
     """The readable side of `bubblescope.report.build.Report`.
 
-    data: report.json as CONTRACT.md has it. ops, gaps, messages: rows in seconds from the start of the first
-    analysed window. ideal: the operations of one replayed ideal step, may be empty.
+    data: report.json as CONTRACT.md has it. ops, gaps, device (kernels), messages: rows in seconds from the start of
+    the first analysed window. ideal: the operations of one replayed ideal step, may be empty.
     """
 
     @property
@@ -30,6 +30,8 @@ class ReportLike(Protocol):
     def p2p(self) -> pd.DataFrame: ...
     @property
     def advice(self) -> pd.DataFrame: ...
+    @property
+    def device(self) -> pd.DataFrame: ...
     @property
     def messages(self) -> pd.DataFrame: ...
     @property

@@ -180,6 +180,7 @@ class FakeReport:
     messages: pd.DataFrame
     ideal: pd.DataFrame
     stage_balance: pd.DataFrame
+    device: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 class _Builder:

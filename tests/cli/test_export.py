@@ -1,0 +1,163 @@
+"""What `analyze` writes for other tools, opened by them: Perfetto's JSON, Parquet, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bubblescope as bs
+from bubblescope.errors import InputError
+from bubblescope.ingest.kineto_scan import scan
+from bubblescope.report.build import Report
+from bubblescope.views import parquet, perfetto, raster, tensorboard
+from tests.support import tensorboard as board
+from tests.support.cli_runner import Runner
+from tests.support.kineto_gen import Shape, Style, simulate, traces, write
+
+TRUTH = simulate(Shape(steps=2))
+needs_tools = pytest.mark.skipif(not board.there(), reason=board.MISSING)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("job")
+    clocks = {1: (5_000_000, 0.0), 3: (-2_000_000, 0.0)}
+    write(path, traces(TRUTH, Style(host=lambda rank: f"host{rank}", clock_ns=clocks)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> Report:
+    return bs.analyze(bs.load(folder))
+
+
+# --- Perfetto ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def events(report: Report) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(perfetto.render(report))["traceEvents"]
+    return events
+
+
+def test_perfetto_has_a_track_for_each_stream(events: list[dict[str, Any]]) -> None:
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    for rank in range(4):
+        streams = {name for pid, name in names if pid == rank and "stream" in name}
+        assert streams == {f"GPU {rank}, stream {s}" for s in (7, 20, 24)}
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    assert len(kernels) == sum(4 if o.kind == "F" else 7 for o in TRUTH.ops) + 2 * len(TRUTH.messages)
+
+
+def test_perfetto_bubbles_have_a_colour_and_a_cause_and_fill_the_idle_time(
+    events: list[dict[str, Any]], report: Report
+) -> None:
+    bubbles = [e for e in events if e.get("cat") == "bubble"]
+    assert bubbles
+    for bubble in bubbles:
+        assert bubble["cname"]
+        assert bubble["args"]["causes_us"]
+    total = sum(sum(b["args"]["causes_us"].values()) for b in bubbles) / 1e6
+    assert total == pytest.approx(sum(g["idle"] * g["steps"] for g in report.data["gpus"]), rel=1e-4)
+
+
+def test_perfetto_arrows_join_both_ends_on_one_clock(events: list[dict[str, Any]]) -> None:
+    """Hosts were up to 5 ms apart: no arrow points back in time."""
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert set(starts) == set(ends)
+    assert len(starts) == len(TRUTH.messages)
+    for number, start in starts.items():
+        assert 0 <= ends[number]["ts"] - start["ts"] < 50_000
+        assert abs(ends[number]["pid"] - start["pid"]) == 1
+
+
+def test_our_own_reader_sees_every_kernel_of_the_perfetto_file(report: Report, tmp_path: Path) -> None:
+    found = scan(str(perfetto.write(report, tmp_path / "p.json")))
+    assert found.notices == []
+    assert int((found.events.cat == 0).sum()) == len(report.device)
+    assert int((found.events.end_ns >= found.events.start_ns).all())
+
+
+# --- Parquet -------------------------------------------------------------------------------------------------
+
+
+def test_parquet_tables_are_the_reports_tables(report: Report, tmp_path: Path) -> None:
+    import pandas as pd
+
+    paths = {p.stem: p for p in parquet.write(report, tmp_path / "q")}
+    assert {"gpus", "causes", "gaps", "ops", "messages", "advice", "device"} <= set(paths)
+    gaps = pd.read_parquet(paths["gaps"])
+    assert gaps["idle_s"].tolist() == report.gaps["idle_s"].tolist()
+    assert gaps["cause"].tolist() == report.gaps["cause"].tolist()
+    assert len(pd.read_parquet(paths["device"])) == len(report.device)
+
+
+def test_lists_and_objects_in_a_table_become_json() -> None:
+    import pandas as pd
+
+    table = parquet.columns(pd.DataFrame({"a": [["x"], {"y": 1}, None], "b": ["s", None, "t"], 3: [1, 2, 3]}))
+    assert table["a"].tolist() == ['["x"]', '{"y": 1}', None]
+    assert table["b"].dropna().tolist() == ["s", "t"]
+    assert list(table.columns) == ["a", "b", "3"]
+
+
+# --- TensorBoard ---------------------------------------------------------------------------------------------
+
+
+def test_without_the_package_the_option_says_what_to_install(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tensorboard.compat", None)
+    with pytest.raises(InputError) as caught:
+        tensorboard.write(report, tmp_path / "tb")
+    assert "bubblescope[tensorboard]" in caught.value.hint
+    assert not (tmp_path / "tb").exists()
+
+
+def test_the_traces_for_the_profiler_are_traces_that_we_read(report: Report, tmp_path: Path) -> None:
+    for rank in range(4):
+        path = tmp_path / f"rank{rank}.1.pt.trace.json"
+        path.write_text(json.dumps(tensorboard.trace(report, rank)))
+    again = bs.analyze(bs.load(tmp_path))
+    for ours, theirs in zip(again.data["gpus"], report.data["gpus"], strict=True):
+        assert ours["busy"] == pytest.approx(theirs["busy"], abs=1e-6)
+
+
+def test_the_picture_is_a_png_with_a_row_a_gpu(report: Report) -> None:
+    picture = raster.timeline(report, int(report.steps["step"].iloc[0]))
+    assert picture.shape == (4 * (raster.ROW + raster.GAP) + raster.GAP, raster.WIDTH, 3)
+    assert {tuple(p) for p in picture[raster.GAP + 2].tolist()} >= {raster._rgb(raster.WORK["F"])}
+    assert raster.png(picture).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@needs_tools
+def test_the_real_tensorboard_lists_and_opens_what_we_write(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tb"
+    done = board.python("-m", "bubblescope", "analyze", folder, "--tensorboard", out)
+    assert done.returncode == 0, done.stderr
+    with board.running(out) as tensorboard:
+        assert tensorboard.runs() == ["bubblescope"]
+        workers = tensorboard.profiler("workers", run="bubblescope", view="Overview")
+        assert sorted(workers) == [f"rank{rank}" for rank in range(4)]
+        overview = tensorboard.profiler("overview", run="bubblescope", worker="rank3", span="1", view="Overview")
+        assert overview["gpu_metrics"], "the profiler sees kernels"
+        tags = tensorboard.get("/data/plugin/scalars/tags")["bubblescope"]
+        assert {"step/idle_fraction", "causes/stage_imbalance_seconds", "gpu/3_idle_fraction"} <= set(tags)
+        points = tensorboard.get("/data/plugin/scalars/scalars", run="bubblescope", tag="step/idle_fraction")
+        assert [p[1] for p in points] == [3, 4]
+        assert [p[2] for p in points] == pytest.approx([0.41, 0.41], abs=0.01)
+        assert "timeline" in tensorboard.get("/data/plugin/images/tags")["bubblescope"]
+        assert "summary" in tensorboard.get("/data/plugin/text/tags")["bubblescope"]
+
+
+def test_the_options_write_their_folders(folder: Path, tmp_path: Path, bubblescope: Runner) -> None:
+    done = bubblescope("analyze", str(folder), "--parquet", "q", "--perfetto", "p.json")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "q" / "gpus.parquet").exists()
+    assert (tmp_path / "p.json").exists()
