@@ -105,5 +105,10 @@ class Totals:
                 self.first_step = int(step)
 
 
+def only_warmup(a: Attribution) -> bool:
+    """Whether nothing but warm-up steps was there to be analysed."""
+    return bool(np.isin(a.windows.step, _warmup(a)).all())
+
+
 def _warmup(a: Attribution) -> list[int]:
     return [int(step) for step in a.run.source.details.get("warmup_steps", ())]

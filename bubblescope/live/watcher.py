@@ -18,7 +18,7 @@ from bubblescope.align import prepare
 from bubblescope.errors import InputError
 from bubblescope.ingest import recording
 from bubblescope.live.follow import Follower, RankFile, newest_job
-from bubblescope.live.totals import Totals
+from bubblescope.live.totals import Totals, only_warmup
 from bubblescope.model import Notice
 from bubblescope.report.build import Report, ReportOptions, build
 
@@ -207,7 +207,8 @@ class Watcher:
         try:
             report = self._analyse(todo)
             self._totals.add(report.attribution, self._counted, todo.count_to)
-            self._report = report
+            if not only_warmup(report.attribution):
+                self._report = report
         except InputError as error:
             log.info("steps %d to %d cannot be analysed: %s", todo.first, todo.last, error)
         except Exception:  # a bug of ours must not end the watch; the steps are left out, and counted as an error

@@ -127,7 +127,11 @@ def test_nothing_is_shown_before_a_step_that_counts(tmp_path: Path, job: Recorde
     assert watch.look().state == "waiting"
     job.write(tmp_path, [])
     assert watch.look().state == "waiting"
+    job.write(tmp_path, [0])
+    assert watch.look().state == "waiting", "a warm-up step says nothing of the training"
     assert len(watch.look().ranks) == 4
+    job.write(tmp_path, [1])
+    assert watch.look().state == "training"
 
 
 def test_a_rank_that_comes_late_is_waited_for_then_counted_from_where_it_is(tmp_path: Path, job: Recorded) -> None:

@@ -32,6 +32,8 @@
     if (reading()) { held = [next, fresh]; say("The timeline stays at this step while you look at it. Close the story and show the whole step to follow again."); return; }
     held = null;
     Object.assign(timeline, next);
+    // Whole again in the unit of the new step, which may differ, before that step is shown.
+    document.querySelector("[data-do=all]").click();
     replaceLegends(fresh);
     replace(fresh, "#step");
     document.getElementById("step").dispatchEvent(new Event("change"));
