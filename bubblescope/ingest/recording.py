@@ -641,11 +641,17 @@ class _Move:
 
 def _layout(files: list[_File], names: Names, spans: Spans) -> Layout:
     known = [(file, file.layout) for file in files if file.layout is not None]
+    inferred = {"microbatches": "micro-batches seen in most steps"}
+    shape = None if known else settled.shape_of(spans)
+    if shape is not None:
+        of_stage, ranks = shape
+        layout = _Layout(list(range(len(of_stage))), len(of_stage), _microbatches(spans) or 0, ranks, of_stage)
+        known = [(file, layout) for file in files if file.rank in ranks]
+        inferred["stages"] = "which rank ran which stage"
     pipelines = sorted({tuple(layout.pp_ranks) for _, layout in known})
     by_rank = {file.rank: layout for file, layout in known}
     worlds = [file.header.world for file in files if file.header.world is not None]
     first = known[0][1] if known else None
-    inferred = {"microbatches": "micro-batches seen in most steps"}
     if len(pipelines) > 1:
         inferred["data_parallel"] = "number of distinct pipeline groups (tensor-parallel peers count as replicas)"
     return Layout(

@@ -64,6 +64,23 @@ def find_peers(spans: Spans) -> Spans:
     return spans.with_columns(peer=peer)
 
 
+def shape_of(spans: Spans) -> tuple[list[int], list[int]] | None:
+    """(rank of each stage, distinct ranks in pipeline order) of a recording without layout lines, from who ran which
+    stage; None when a stage is missing, or was run by several ranks.
+
+    >>> rows = Spans.from_columns(2, kind=Kind.FORWARD, rank=[4, 6], stage=[1, 0])
+    >>> shape_of(rows)
+    ([6, 4], [6, 4])
+    """
+    ran = spans.where(kind=Kind.FORWARD, lane=Lane.COMPUTE) & (spans.stage >= 0)
+    pairs = sorted(set(zip(spans.stage[ran].tolist(), spans.rank[ran].tolist(), strict=True)))
+    stages = [stage for stage, _ in pairs]
+    if len(pairs) < 2 or stages != list(range(len(pairs))):
+        return None
+    of_stage = [rank for _, rank in pairs]
+    return of_stage, list(dict.fromkeys(of_stage))
+
+
 def split_combined(spans: Spans, names: Names) -> tuple[Spans, int]:
     """Give the forward and the backward of one combined call a part of its time each; and how many calls there were.
 

@@ -14,7 +14,7 @@ from bubblescope.align import prepare
 from bubblescope.ingest import read
 from bubblescope.model import BACKWARD_KINDS, Kind, Lane, Run
 from bubblescope.report.build import build
-from tests.frameworks.jobs import Ended, job
+from tests.frameworks.jobs import ROOT, Ended, job
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 
@@ -141,6 +141,18 @@ def test_steps_every_warmup_and_ranks_choose_what_is_recorded(tmp_path: Path) ->
     assert [p.name for p in sorted((tmp_path / "out").glob("rank*"))] == ["rank-00001.jsonl"]
     run = read([str(tmp_path / "out")])
     assert sorted(set(run.spans.step.tolist())) == [0, 2] and run.source.details["warmup_steps"] == []
+
+
+def test_a_pipeline_of_ones_own_is_marked_with_two_functions(tmp_path: Path) -> None:
+    """The example of the documentation: no hook knows it, and it costs nothing where nothing records."""
+    example = str(ROOT / "docs" / "examples" / "own_pipeline.py")
+    ended, without = job(tmp_path, example, run=("--out", "out")), job(tmp_path, example)
+    assert ended.status == 0 and ended.losses == without.losses and len(ended.losses) == 5
+    run = recorded(tmp_path, ended)
+    assert run.notices == () and len(run.links.p2p) == 5 * 4 * 2
+    data = build(run).data
+    assert data["replay"]["trusted"] and data["pipeline"]["schedule"] == "1F1B"
+    assert (data["pipeline"]["stages"], data["pipeline"]["microbatches"]) == (2, 4)
 
 
 # ---- faults: the training goes on to the same loss, with one warning, and what was recorded is readable
