@@ -57,13 +57,17 @@ def _safe(text: str) -> str:
     return re.sub(r"[^\w.-]", "_", text)
 
 
-def launch(command: Sequence[str], settings: Settings) -> int:
+def launch(command: Sequence[str], settings: Settings, *, quiet_stdout: bool = False) -> int:
     """Run the command to its end. Its exit status, or minus the signal that ended it.
+
+    quiet_stdout: what it prints goes to stderr, because stdout is wanted for something else.
 
     Signals that reach this process go to the command. Raises UsageError when it cannot be started.
     """
     try:
-        job = subprocess.Popen(list(command), env=job_environment(settings))
+        job = subprocess.Popen(
+            list(command), env=job_environment(settings), stdout=sys.stderr if quiet_stdout else None
+        )
     except OSError as error:
         raise UsageError(
             f"cannot start '{command[0]}': {error.strerror or error}",

@@ -31,17 +31,19 @@ class Entry:
 
 COMMANDS = {
     "analyze": Entry("bubblescope.cli.analyze:analyze", "Traces or recordings → attribution, cost, report."),
-    "attach": Entry("bubblescope.cli.attach:attach", "Record a job that is training already, and leave it as it was."),
+    "attach": Entry("bubblescope.cli.attach:attach", "Record a job that is training, detach, report."),
     "cost": Entry("bubblescope.cli.cost:cost", "What a bubble of so many milliseconds costs."),
     "demo": Entry("bubblescope.cli.demo:demo", "Train a small pipeline here, record it, report its bubbles."),
     "diff": Entry("bubblescope.cli.diff:diff", "Two runs: what changed per cause, with the noise beside it."),
     "doctor": Entry("bubblescope.cli.doctor:doctor", "What can be recorded on this machine, and what is missing."),
-    "run": Entry("bubblescope.cli.run:run", "Your own launch command, with the recorder loaded in every rank."),
+    "run": Entry(
+        "bubblescope.cli.run:run", "Start COMMAND, your own launcher, with the recorder loaded in every rank."
+    ),
     "simulate": Entry(
         "bubblescope.cli.simulate:simulate",
         "Replay a schedule with the times you give: makespan, ratios, idle time by GPU and phase.",
     ),
-    "watch": Entry("bubblescope.cli.watch:watch", "A live page and Prometheus metrics while the job trains."),
+    "watch": Entry("bubblescope.cli.watch:watch", "Live page and metrics over a recording that is being written."),
     "whatif": Entry(
         "bubblescope.cli.whatif:whatif", "Predicted step time, hours and money of each change to a run, best first."
     ),

@@ -8,6 +8,7 @@ import click
 
 from bubblescope.attach import launcher
 from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
+from bubblescope.cli.output import json_option, write_json
 
 
 @click.command(
@@ -36,6 +37,7 @@ from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
 )
 @click.option("--ranks", metavar="LIST", help="Record these global ranks only, for example 0,4-7.")
 @click.option("--standby", is_flag=True, help="Do not record; only make `bubblescope attach` possible.")
+@json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     out: Path | None,
@@ -45,12 +47,14 @@ def run(
     warmup: int,
     ranks: str | None,
     standby: bool,
+    json_to: str | None,
     command: tuple[str, ...],
 ) -> int:
     """Start COMMAND, your own launcher, with the recorder loaded in every rank.
 
     The training script stays as it is, and exit status and signals are those of COMMAND. Processes that run no
     pipeline (the launcher itself, data loading workers) are left alone. The recording is for `bubblescope analyze`.
+    The JSON is {out, ranks_recorded, exit_status}; with `--json -` what COMMAND prints goes to stderr.
     """
     folder = out or launcher.default_folder()
     settings = Settings(
@@ -62,9 +66,12 @@ def run(
         warmup,
         parse_ranks(ranks) if ranks else None,
     )
-    status = launcher.launch(command, settings)
+    status = launcher.launch(command, settings, quiet_stdout=json_to == "-")
+    files = None if standby else launcher.recorded_files(folder)
     if not standby:
-        click.echo(_closing(folder, launcher.recorded_files(folder)), err=True)
+        click.echo(_closing(folder, files), err=True)
+    if json_to:
+        write_json({"out": str(folder), "ranks_recorded": files, "exit_status": status}, json_to)
     return launcher.end_like(status)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import signal
 import subprocess
@@ -86,3 +87,15 @@ def test_signals_reach_the_command(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=20)
     assert (said, process.returncode) == (f"got {int(signal.SIGTERM)}\n", 5)
+
+
+def test_json_alone_is_on_stdout_and_what_the_command_prints_goes_to_stderr(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bubblescope", "run", "--json", "-", "--out", str(tmp_path / "job"), "--", "echo", "hi"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = json.loads(done.stdout)
+    assert found == {"out": str(tmp_path / "job"), "ranks_recorded": 0, "exit_status": 0}
+    assert "hi" in done.stderr.splitlines()
