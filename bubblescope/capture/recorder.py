@@ -488,9 +488,10 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
     if recorder is None or not recorder.running:
         yield
         return
-    if meant in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-        if not recorder.device_known:
-            recorder.use_device(*hooks.default_device())
+    works = meant in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    if (works or message is not None) and not recorder.device_known:
+        recorder.use_device(*hooks.default_device())
+    if works:
         recorder.forward_begins()
     lane = _LANE_OF.get(meant, Lane.COMPUTE)
     start = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
