@@ -82,7 +82,7 @@ class Pages:
 def _view(snapshot: Snapshot, session: str, before: View | None) -> View:
     content = _waiting(snapshot) if snapshot.report is None else _content(snapshot, snapshot.report)
     rows = content.data.get("timeline", {}).get("rows", [])
-    layout = _digest([session, rows, content.words.get("charts", []), sorted(content.data)])
+    layout = _digest([session, rows, bool(snapshot.ranks), content.words.get("charts", []), sorted(content.data)])
     body = _render(content, layout, version="")
     version = _digest([layout, body, content.data])
     if before is not None and before.version == version:
