@@ -131,10 +131,10 @@ def _open_ways(ranks: Sequence[Rank]) -> str:
         ways.append("--via kineto")
     closed = next((why for rank in ranks if rank.agent is None and (why := inject.why_not(rank.pid))), "")
     if closed:
-        ways.append(f"start the job again with BUBBLESCOPE=standby (--via inject is closed: {closed})")
+        ways.append(f"start the job under `bubblescope run --standby` (--via inject is closed: {closed})")
     else:
         ways.append("--via inject --yes, which stops each process for some milliseconds")
-        ways.append("or start the job again with BUBBLESCOPE=standby")
+        ways.append("or start the job under `bubblescope run --standby`")
     return "open: " + "; ".join(ways)
 
 
@@ -159,7 +159,7 @@ def _inject(ranks: Sequence[Rank], confirm: Confirm, tell: Tell, *, with_gdb: bo
 def _otherwise(ranks: Sequence[Rank]) -> str:
     if all(rank.kineto for rank in ranks):
         return "open: --via kineto"
-    return "start the job with BUBBLESCOPE=standby or `bubblescope run --standby` to be able to attach"
+    return "start the job under `bubblescope run --standby` to be able to attach"
 
 
 def _enter(rank: Rank, tell: Tell, *, with_gdb: bool) -> Rank:

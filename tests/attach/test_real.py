@@ -293,7 +293,7 @@ def test_an_unprepared_job_is_refused_with_the_ways_that_are_open(tmp_path: Path
         assert done.returncode == 4
         assert f"rank 0 (process {one.pids[0]}) was not prepared" in done.stderr
         assert "--via inject --yes" in done.stderr
-        assert "BUBBLESCOPE=standby" in done.stderr
+        assert "bubblescope run --standby" in done.stderr
         unconfirmed = attach(one, str(one.pids[0]), "--via", "inject", "--out", str(tmp_path / "a"))
         assert unconfirmed.returncode == 4
         assert "can crash" in unconfirmed.stderr
@@ -353,6 +353,17 @@ def test_gdb_does_it_too_when_asked_by_name(tmp_path: Path) -> None:
         done = attach(one, str(tmp_path), "--via", "gdb", "--yes", "--steps", "2", "--out", str(tmp_path / "a"))
         assert done.returncode == 0, done.stderr
         one.wait_steps(5)
+    as_it_was(one)
+
+
+def test_what_run_standby_starts_has_agents(tmp_path: Path) -> None:
+    from bubblescope.attach.launcher import job_environment
+    from bubblescope.capture.environment import Settings
+
+    made = job_environment(Settings("standby", str(tmp_path / "run")), {"PYTHONPATH": str(ROOT)})
+    with job(tmp_path, stages=2, env=made) as one:
+        done = attach(one, str(tmp_path), "--via", "agent", "--steps", "2", "--out", str(tmp_path / "a"))
+        assert done.returncode == 0, done.stderr
     as_it_was(one)
 
 
