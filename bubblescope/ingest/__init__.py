@@ -39,9 +39,9 @@ FORMATS: dict[str, Format] = {
     for f in (
         Format("recording", "bubblescope.ingest.recording"),
         Format("straggler", "bubblescope.ingest.straggler"),
-        Format("megatronapp", "bubblescope.ingest.megatronapp"),
-        Format("ndtimeline", "bubblescope.ingest.ndtimeline"),
-        Format("megatron_log", "bubblescope.ingest.megatron_log"),
+        Format("megatronapp", "bubblescope.ingest.megatronapp", files=True),
+        Format("ndtimeline", "bubblescope.ingest.ndtimeline", files=True),
+        Format("megatron_log", "bubblescope.ingest.megatron_log", files=True),
         Format("nsys", "bubblescope.ingest.nsys", files=True),
         Format("kineto", "bubblescope.ingest.kineto", files=True),
     )
@@ -64,7 +64,7 @@ def read(
         raise UsageError("no path was given")
     found = discover.expand([str(p) for p in given])
     candidates = _candidates(format)
-    claims = {f.name: units for f in candidates if (units := _claimed(f, found, only=len(candidates) == 1))}
+    claims = _claims(candidates, found)
     if not claims:
         claims = _hopeful(candidates, found)
     chosen = _choose(claims, found)
@@ -92,6 +92,18 @@ def _candidates(format: str) -> list[Format]:
     return [FORMATS[format]]
 
 
+def _claims(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:
+    """Format -> what it takes; a file belongs to the first that knows it."""
+    out: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    for reader in candidates:
+        units = [u for u in _claimed(reader, found, only=len(candidates) == 1) if u not in taken or not reader.files]
+        if units:
+            out[reader.name] = units
+            taken.update(units if reader.files else ())
+    return out
+
+
 def _claimed(reader: Format, found: list[discover.Found], *, only: bool) -> list[str]:
     """What of `found` this reader takes. A format that the user named takes any file that was named with it."""
     module = reader.load()
@@ -111,7 +123,7 @@ def _claimed(reader: Format, found: list[discover.Found], *, only: bool) -> list
 
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:
     """Files that only by their name are traces: reading them says what is wrong with them."""
-    for reader in candidates:
+    for reader in reversed(candidates):
         if reader.files:
             module = reader.load()
             units = [f.unit for f in found if module.looks_like(f.unit) and not Path(f.unit).is_dir()]
@@ -144,7 +156,7 @@ def _choose(claims: dict[str, list[str]], found: list[discover.Found]) -> Format
         return FORMATS[next(iter(claims))]
     # A folder of a recording may hold reports and traces as well: the first format wins if it claims all.
     for name, units in claims.items():
-        if len(units) >= len(found):
+        if len(units) >= len(found) and not FORMATS[name].files:
             return FORMATS[name]
     raise InputError(
         f"the paths mix formats: {', '.join(f'{len(u)} {n}' for n, u in claims.items())}",

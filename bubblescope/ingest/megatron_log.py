@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from bubblescope.errors import InputError
-from bubblescope.ingest.decompress import blocks
-from bubblescope.ingest.options import DEFAULT
+from bubblescope.ingest.decompress import blocks, open_binary
+from bubblescope.ingest.options import DEFAULT, ReadOptions
+from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Clock, Kind, Lane, Layout, Names, Notice, Run, Source, SpanBuilder
 
 _MARKS = (b"elapsed time per iteration (ms):", b"time across ranks (ms):", b"times across ranks (ms):")
@@ -30,20 +31,32 @@ BUSY = ("forward-compute", "backward-compute", "optimizer")
 """Timers of work that do not overlap; what stands between them is waiting, or not timed."""
 
 
+def looks_like(name: str) -> bool:
+    """Whether a file in a folder is worth opening, by its name."""
+    return name.lower().endswith((".log", ".out", ".txt"))
+
+
 def can_read(path: Path) -> bool:
     """Whether the file at `path` is a log with Megatron's timers, or at least its iteration times."""
-    if not path.is_file() or path.suffix.lower() in (".json", ".gz", ".sqlite", ".parquet"):
+    other = path.suffix.lower() in (".json", ".jsonl", ".gz", ".zst", ".sqlite", ".parquet")
+    return path.is_file() and not other and sniff(str(path))
+
+
+def sniff(path: str) -> bool:
+    """As `can_read`, for any address."""
+    try:
+        with open_binary(path) as file:
+            start = file.read(_PEEK)
+    except InputError:
         return False
-    with path.open("rb") as file:
-        start = file.read(_PEEK)
     return b"\0" not in start[:4096] and any(mark in start for mark in _MARKS)
 
 
-def read(paths: Sequence[str | Path]) -> Run:
+def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: Executor | None = None) -> Run:
     """One Run. Raises InputError where the log has no times per rank; the message holds the totals that it has."""
     files = [str(p) for p in paths]
     notices: list[Notice] = []
-    lines = (line for path in files for line in _lines(path, notices))
+    lines = (line for path in files for line in _lines(path, notices, options))
     log = _parse(lines)
     usable = [i for i in log.iterations if all(name in i.times for name in BUSY[:2])]
     if not usable:
@@ -51,8 +64,8 @@ def read(paths: Sequence[str | Path]) -> Run:
     return _build(usable, files, notices)
 
 
-def _lines(path: str, notices: list[Notice]) -> Iterator[str]:
-    return iter(b"".join(blocks(path, DEFAULT.max_bytes, notices)).decode("utf-8", "replace").splitlines())
+def _lines(path: str, notices: list[Notice], options: ReadOptions) -> Iterator[str]:
+    return iter(b"".join(blocks(path, options.max_bytes, notices)).decode("utf-8", "replace").splitlines())
 
 
 @dataclass(eq=False)

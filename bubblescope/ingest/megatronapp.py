@@ -16,7 +16,8 @@ from typing import Any
 from bubblescope.errors import InputError
 from bubblescope.ingest.decompress import blocks
 from bubblescope.ingest.oprecords import Job, Place, Record, build
-from bubblescope.ingest.options import DEFAULT
+from bubblescope.ingest.options import DEFAULT, ReadOptions
+from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Kind, Lane, Notice, Run
 
 _MARKS = (b'"pp_rank"', b'"iteration begin"')
@@ -36,28 +37,46 @@ _MESSAGES = ("recv-", "send-", "exchange-")
 _LOCKSTEP = 0.02
 
 
+def looks_like(name: str) -> bool:
+    """Whether a file in a folder is worth opening, by its name."""
+    return name.lower().endswith(_SUFFIX)
+
+
 def can_read(path: Path) -> bool:
     """Whether the file at `path` is such a trace."""
-    if not path.is_file() or not path.name.lower().endswith(_SUFFIX):
-        return False
+    return path.is_file() and looks_like(path.name) and sniff(str(path))
+
+
+def sniff(path: str) -> bool:
+    """As `can_read`, for any address."""
     try:
-        start = next(iter(blocks(str(path), 1 << 40, [])), b"")[:_PEEK]
+        start = next(iter(blocks(path, 1 << 40, [])), b"")[:_PEEK]
     except InputError:
         return False
     return start.lstrip().startswith(b"[") and any(mark in start for mark in _MARKS)
 
 
-def read(paths: Sequence[str | Path]) -> Run:
-    """One Run; of several files each must be of other ranks. Raises InputError for what is no such trace."""
+def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: Executor | None = None) -> Run:
+    """One Run of one file. Raises InputError for several, and for what is no such trace."""
     files = [str(p) for p in paths]
     notices: list[Notice] = []
-    events = [e for path in files for e in _events(path, notices)]
+    _refuse_several(files)
+    events = [e for path in files for e in _events(path, notices, options)]
     tracks = _tracks(events, files[0], notices)
     return build(_job(tracks, files, notices))
 
 
-def _events(path: str, notices: list[Notice]) -> list[dict[str, Any]]:
-    text = b"".join(blocks(path, DEFAULT.max_bytes, notices)).decode("utf-8", "replace")
+def _refuse_several(files: list[str]) -> None:
+    if len(files) > 1:
+        raise InputError(
+            f"{len(files)} MegatronApp traces were given; each holds all ranks of a run of its own",
+            hint="name one of them",
+            where=str(Path(files[0]).parent),
+        )
+
+
+def _events(path: str, notices: list[Notice], options: ReadOptions) -> list[dict[str, Any]]:
+    text = b"".join(blocks(path, options.max_bytes, notices)).decode("utf-8", "replace")
     try:
         found = json.loads(text, strict=False)
     except (ValueError, RecursionError):

@@ -7,9 +7,10 @@ forward of a step is micro-batch k.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -17,7 +18,8 @@ import msgspec
 from bubblescope.errors import InputError
 from bubblescope.ingest.decompress import blocks
 from bubblescope.ingest.oprecords import Job, Place, Record, build
-from bubblescope.ingest.options import DEFAULT
+from bubblescope.ingest.options import DEFAULT, ReadOptions
+from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Kind, Lane, Notice, Run
 
 _METRIC = b'"forward-compute"'
@@ -37,23 +39,34 @@ _HALVES = {
 }  # fmt: skip
 
 
+_NAME = re.compile(r"\.(jsonl?|log)(\.gz)?$|^trace_step\d+_\d+$", re.IGNORECASE)
+
+
+def looks_like(name: str) -> bool:
+    """Whether a file in a folder is worth opening, by its name (ndtimeline's own have no suffix)."""
+    return _NAME.search(PurePosixPath(name).name) is not None
+
+
 def can_read(path: Path) -> bool:
     """Whether the file at `path` holds such records."""
-    if not path.is_file():
-        return False
+    return path.is_file() and sniff(str(path))
+
+
+def sniff(path: str) -> bool:
+    """As `can_read`, for any address."""
     try:
-        start = next(iter(blocks(str(path), 1 << 40, [])), b"")[:_PEEK]
+        start = next(iter(blocks(path, 1 << 40, [])), b"")[:_PEEK]
     except InputError:
         return False
     rank = b'"pp"' in start or b'"stage"' in start
     return start.lstrip()[:1] in (b"[", b"{") and (_METRIC in start or _OTHER in start) and rank
 
 
-def read(paths: Sequence[str | Path]) -> Run:
+def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: Executor | None = None) -> Run:
     """One Run of all files, which are one job. Raises InputError for what is no such trace."""
     files = [str(p) for p in paths]
     notices: list[Notice] = []
-    items = [item for path in files for item in _items(path, notices)]
+    items = [item for path in files for item in _items(path, notices, options)]
     if not items:
         raise InputError("no records of operations in the trace", hint="see docs/traces.md", where=files[0])
     places = _places(items)
@@ -80,9 +93,9 @@ class _Item:
     end_ns: int
 
 
-def _items(path: str, notices: list[Notice]) -> Iterator[_Item]:
+def _items(path: str, notices: list[Notice], options: ReadOptions) -> Iterator[_Item]:
     bad = 0
-    for raw in _documents(b"".join(blocks(path, DEFAULT.max_bytes, notices))):
+    for raw in _documents(b"".join(blocks(path, options.max_bytes, notices))):
         found = _of_event(raw) if "ph" in raw else _of_record(raw)
         if found is None:
             bad += "ph" not in raw or raw["ph"] == "X"
