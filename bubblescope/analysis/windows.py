@@ -108,7 +108,7 @@ def find_windows(run: Run) -> Windows:
         bases[keep],
         first[keep],
         skipped,
-        _edge_notices(edges),
+        (*_edge_notices(edges), *_holes(run, edges)),
     )
 
 
@@ -218,6 +218,28 @@ def _place(e: _Edges, *, aligned: bool) -> tuple[Int, Int, Int, Int, NDArray[np.
     if not aligned:
         base = start
     return start, end, close, base, ~follows
+
+
+def _holes(run: Run, e: _Edges) -> list[Notice]:
+    """Finished steps that are missing in the middle: of all ranks, or of some."""
+    if run.source.format == "straggler" or not len(e.step):
+        return []  # sampled steps, by its own description
+    steps = np.unique(e.step)
+    stride = int(np.gcd.reduce(np.diff(steps))) if len(steps) > 1 else 1
+    out = []
+    absent = np.setdiff1d(np.arange(steps[0], steps[-1] + 1, max(stride, 1)), steps)
+    if len(absent):
+        out.append(Notice("steps-missing", f"{len(absent)} steps are missing of every rank: {_some(absent)}"))
+    for rank, rows in rows_by(e.rank):
+        own = e.step[rows]
+        lacking = np.setdiff1d(steps[(steps > own.min()) & (steps < own.max())], own)
+        if len(lacking):
+            out.append(Notice("steps-missing", f"rank {rank} lacks {len(lacking)} steps: {_some(lacking)}"))
+    return out
+
+
+def _some(values: Int) -> str:
+    return ", ".join(map(str, values[:8])) + (" …" if len(values) > 8 else "")
 
 
 def _edge_notices(e: _Edges) -> tuple[Notice, ...]:

@@ -21,6 +21,7 @@ from bubblescope.analysis.operations import (
     find_operations,
     is_pipeline,
 )
+from bubblescope.analysis.quarantine import quarantine
 from bubblescope.analysis.windows import Windows, find_windows
 from bubblescope.errors import ScheduleError
 from bubblescope.model import Kind, Notice, Run, Spans
@@ -80,6 +81,11 @@ class Attribution:
     replay_refused: str = ""
     sets: dict[int, DeviceSets] = field(default_factory=dict, repr=False)
 
+    @property
+    def main(self) -> NDArray[np.bool_]:
+        """The windows that figures are means over: the replayed ones, or all where nothing could be replayed."""
+        return self.replayed if self.replayed.any() else np.ones(len(self.windows), dtype=np.bool_)
+
     def per_window(self, values: Float) -> Float:
         """Sum a per-gap column (g,) or (g, c) over the gaps of each window: (w,) or (w, c)."""
         out = np.zeros((len(self.windows), *values.shape[1:]))
@@ -89,6 +95,7 @@ class Attribution:
 
 def attribute(run: Run) -> Attribution:
     """Windows, operations, idle time, gaps and causes of a prepared run (labelled, matched, aligned)."""
+    run = quarantine(run)
     windows = find_windows(run)
     sets = all_sets(run, np.unique(windows.rank))
     idle = measure(windows, sets)
@@ -116,7 +123,7 @@ def attribute(run: Run) -> Attribution:
         tuple(programs),
         tuple(decompositions),
         bases,
-        (*windows.notices, *_barrier_notices(programs)),
+        (*windows.notices, *_barrier_notices(programs), *_order_notices(run, programs)),
         refused,
         sets,
     )
@@ -159,6 +166,27 @@ def _barrier_notices(programs: list[Program]) -> list[Notice]:
         return []
     text = f"{count / steps:.1f} barriers per step were inferred: GPUs launched a collective together, just after "
     return [Notice("barrier-inferred", text + "the last was ready; their wait is booked on what that one was doing")]
+
+
+LATE_NS = 1_000_000
+"""An operation that begins this much before its input was made was stamped wrongly (beyond the clocks' error)."""
+
+
+def _order_notices(run: Run, programs: list[Program]) -> list[Notice]:
+    """Operations that began before the operation that made their input had ended."""
+    slack = LATE_NS + 2 * (run.clock.half_width_ns or 0)
+    found = []
+    for p in programs:
+        needs = p.edge == Edge.NEEDS
+        early = p.end[p.src[needs]] - p.start[p.dst[needs]] > slack
+        for edge, column in zip(*np.nonzero(early), strict=True):
+            node = p.dst[needs][edge]
+            found.append(f"rank {p.rank[node]}, step {p.steps[column]}, micro-batch {p.microbatch[node]}")
+    if not found:
+        return []
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    text = f"{len(found)} operations began before their input was made ({'; '.join(found[:5])}{more}): wrong stamps"
+    return [Notice("impossible-order", text + "; the causes of these steps are not to be trusted")]
 
 
 def _whole_steps(run: Run, windows: Windows) -> Int:

@@ -8,7 +8,7 @@ what they cost. Steps with the same structure are columns of the same arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from bubblescope.analysis.operations import Operations
 from bubblescope.analysis.windows import Windows
 from bubblescope.errors import ScheduleError
 from bubblescope.model import Kind, Lane, Run
+from bubblescope.model.kinds import SHORT
 from bubblescope.replay.edges import (
     Edge,
     EdgeTable,
@@ -142,10 +143,14 @@ def build_programs(
         if part.step in steps:
             groups.setdefault(part.signature, []).append(part)
     ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0].step))
-    try:
-        return [_stack(flat, group, windows, operations) for group in ordered]
-    except CycleError as error:
-        raise ScheduleError(f"the measured order of operations and messages is circular: {error}") from error
+    return [_stack(flat, group, windows, operations) for group in ordered]
+
+
+def _named(cycle: Sequence[int], rank: Int, type_: Int, label: Callable[[int], str]) -> str:
+    """The operations and messages of a cycle, in words, at most six of them."""
+    words = [f"{label(node)} on rank {rank[node]}" for node in cycle if type_[node] != Node.GROUP]
+    words = list(dict.fromkeys(words))
+    return " → ".join(words[:6]) + (f" → … ({len(words)} in all)" if len(words) > 6 else "")
 
 
 # --- all steps together ---------------------------------------------------------------------------------------
@@ -320,6 +325,19 @@ def _stack(flat: _Flat, group: list[_StepSlice], windows: Windows, operations: O
     ranks = np.unique(rank[~is_group])
     window = flat.window[node_rows]
     begin = np.flatnonzero(type_ == Node.BEGIN)
+
+    def label(node: int) -> str:
+        if not known[node]:
+            return Node(int(type_[node])).name.lower()
+        kind = Kind(int(operations.kind[op[node]]))
+        return f"{SHORT.get(kind, kind.name.lower())}{operations.microbatch[op[node]]}"
+
+    try:
+        graph = build_graph(len(rank), src, dst)
+    except CycleError as error:
+        raise ScheduleError(
+            f"in step {steps[0]} the measured order is circular: {_named(error.cycle, rank, type_, label)}"
+        ) from error
     trim = (windows.close_ns - windows.end_ns)[window[begin]].astype(np.float64)
     m = msg_rows[:, 0]
 
@@ -348,7 +366,7 @@ def _stack(flat: _Flat, group: list[_StepSlice], windows: Windows, operations: O
         ranks,
         trim,
         window,
-        build_graph(len(rank), src, dst),
+        graph,
         Messages(
             node_of("send"),
             node_of("recv"),

@@ -120,10 +120,11 @@ def compare(before: Report, after: Report) -> Comparison:
 def _steps(report: Report) -> _Steps:
     a = report.attribution
     _, seconds = tables.step_seconds(a)
-    steps, at = np.unique(a.windows.step, return_inverse=True)
-    causes = a.per_window(a.gaps.causes) * NS
-    idle, busy = _seconds(a.idle.idle_ns), _seconds(a.idle.busy_ns)
-    stage = np.array([_stage(a, int(rank)) for rank in a.windows.rank], dtype=np.int64)
+    main = a.main
+    steps, at = np.unique(a.windows.step[main], return_inverse=True)
+    causes = (a.per_window(a.gaps.causes) * NS)[main]
+    idle, busy = _seconds(a.idle.idle_ns[main]), _seconds(a.idle.busy_ns[main])
+    stage = np.array([_stage(a, int(rank)) for rank in a.windows.rank[main]], dtype=np.int64)
     mean = _mean_by(at, len(steps))
     rows = {int(s): np.flatnonzero(stage == s) for s in np.unique(stage)}
     return _Steps(
@@ -174,7 +175,7 @@ def _fraction(
     if data["bubble"]["fraction"] is None:
         return None
     outside = causes[:, [CAUSES.index(name) for name in OUTSIDE_PIPELINE]].sum(axis=1)
-    result: Float = mean(idle - outside) / mean(_seconds(a.idle.window_ns))
+    result: Float = mean(idle - outside) / mean(_seconds(a.idle.window_ns[a.main]))
     return result
 
 

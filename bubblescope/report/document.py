@@ -92,7 +92,8 @@ def _steps(a: Attribution) -> dict[str, Any]:
     low, middle, high = np.quantile(length, [0.05, 0.5, 0.95])
     return {
         "analysed": len(number),
-        "skipped": [{"index": s.index, "why": s.why} for s in a.windows.skipped],
+        "skipped": [{"index": s.index, "why": s.why} for s in a.windows.skipped]
+        + [{"index": int(i), "why": "not there for every rank"} for i in np.setdiff1d(a.windows.steps, number)],
         "seconds_median": float(middle),
         "seconds_p05": float(low),
         "seconds_p95": float(high),
@@ -103,13 +104,18 @@ def _steps(a: Attribution) -> dict[str, Any]:
 
 
 def _gpus(a: Attribution) -> list[dict[str, Any]]:
-    """One row per rank: means over its finished windows, so that all sums hold as they do per window."""
-    ranks, where = np.unique(a.windows.rank, return_inverse=True)
+    """One row per rank: means over its windows of the analysed steps, so that all sums hold as they do per window.
+
+    Steps that some rank lacks cannot be attributed: they are left out of these means wherever others remain, and
+    stand in `all_steps` (every finished step of the rank, busy and idle only).
+    """
+    main = a.main
+    ranks, where = np.unique(a.windows.rank[main], return_inverse=True)
     count = np.bincount(where).astype(np.float64)
 
     def mean(per_window: Float) -> Float:
         out = np.zeros((len(ranks), *per_window.shape[1:]))
-        np.add.at(out, where, per_window)
+        np.add.at(out, where, per_window[main])
         result: Float = out * NS / count.reshape(-1, *[1] * (out.ndim - 1))
         return result
 
@@ -130,6 +136,7 @@ def _gpus(a: Attribution) -> list[dict[str, Any]]:
             "empty": t.empty_ns,
         }.items()
     }
+    known = {name for name in CAUSES if _sure(name, a) != "unavailable"}
     excess = mean(_excess(a)) if a.bases is not None else None
     slowed = contention(a.run, a.windows)
     beside = None if slowed is None else mean(slowed)
@@ -138,14 +145,23 @@ def _gpus(a: Attribution) -> list[dict[str, Any]]:
             "rank": int(rank),
             "stage": facts.stage_of(a.run.layout, int(rank)),
             "steps": int(count[i]),
+            "all_steps": _all_steps(a, int(rank)),
             **{name: float(column[i]) for name, column in columns.items()},
             "phases": {name: float(phases[i, j]) if phased[i] else None for j, name in enumerate(PHASES)},
-            "causes": {name: float(causes[i, j]) for j, name in enumerate(CAUSES)},
+            "causes": {name: float(causes[i, j]) if name in known else None for j, name in enumerate(CAUSES)},
             "excess_compute": None if excess is None else float(excess[i]),
             "contention": None if beside is None or np.isnan(beside[i]) else float(beside[i]),
         }
         for i, rank in enumerate(ranks)
     ]
+
+
+def _all_steps(a: Attribution, rank: int) -> dict[str, Any]:
+    """Means over every finished step of a rank."""
+    rows = a.windows.of_rank(rank)
+    means = {"window": a.idle.window_ns, "busy": a.idle.busy_ns, "idle": a.idle.idle_ns}
+    steps = int(rows.stop - rows.start)
+    return {"steps": steps, **{name: float(column[rows].mean()) * NS for name, column in means.items()}}
 
 
 def _excess(a: Attribution) -> Float:
@@ -165,10 +181,10 @@ def _causes(a: Attribution, gpus: list[dict[str, Any]], found: dict[str, Saving]
     replayed = bool(a.replayed.any())
     out: dict[str, Any] = {}
     for name in CAUSES:
-        value = float(np.mean([g["causes"][name] for g in gpus]))
-        saving = found.get(name)
         sure = _sure(name, a)
         known = sure != "unavailable"
+        value = float(np.mean([g["causes"][name] for g in gpus])) if known else 0.0
+        saving = found.get(name)
         out[name] = {
             "seconds": value if known else None,
             "share_of_idle": value / idle if idle > 0 and known else None,
@@ -188,11 +204,9 @@ LOCAL_CAUSES = ("host_launch", "data_loading", "exposed_collective", "unexplaine
 
 def _sure(name: str, a: Attribution) -> str:
     """How well a cause is known: from the replay of whole pipelines, from one rank alone, or not at all."""
-    if a.replayed.all():
+    if a.replayed.any():
         inexact = name == "p2p_transfer" and any(not p.messages.exact.all() for p in a.programs)
         return "estimated" if inexact or _clock_width(a) else "exact"
-    if a.replayed.any():
-        return "estimated"
     if name == "p2p_transfer" and np.any(one_sided_transfer(a.run) >= 0):
         return "estimated"
     return "estimated" if name in LOCAL_CAUSES else "unavailable"
@@ -281,7 +295,7 @@ def _replay(a: Attribution, gpus: list[dict[str, Any]]) -> tuple[dict[str, Any],
     window = np.mean([g["window"] for g in gpus])
     error = abs(modelled - real) / real if real > 0 else 0.0
     share = float(unexplained / window) if window > 0 else 0.0
-    trusted = bool(max(error, share) <= TRUST_GATE) and bool(a.replayed.all())
+    trusted = bool(max(error, share) <= TRUST_GATE)
     notices = []
     if max(error, share) > TRUST_GATE:
         notices.append(
@@ -292,10 +306,10 @@ def _replay(a: Attribution, gpus: list[dict[str, Any]]) -> tuple[dict[str, Any],
             )
         )
     if not a.replayed.all():
-        left = int((~a.replayed).sum())
-        notices.append(
-            Notice("windows-not-replayed", f"{left} of {len(a.windows)} GPU steps were attributed by one rank alone")
-        )
+        left = np.unique(a.windows.step[~a.replayed])
+        listed = ", ".join(map(str, left[:8])) + (" …" if len(left) > 8 else "")
+        text = f"{len(left)} steps are not there for every rank, or not in one piece ({listed}): they are left out "
+        notices.append(Notice("windows-not-replayed", text + "of all means, and count in each GPU's `all_steps` only"))
     return {"step_seconds": modelled, "error_fraction": error, "trusted": trusted}, notices
 
 
@@ -390,7 +404,7 @@ def _straggler(run: Run) -> tuple[dict[str, Any], list[Notice]]:
 def _cost(a: Attribution, options: ReportOptions, gpus: list[dict[str, Any]], causes: dict[str, Any]) -> dict[str, Any]:
     """GPU-hours and money (§9): the mean idle of the GPUs seen, times all GPUs, times all steps."""
     count = options.gpus or a.run.layout.world_size or len(gpus)
-    steps = options.total_steps or len(a.windows.steps)
+    steps = options.total_steps or len(tables.step_seconds(a)[0])
     price = options.price_per_gpu_hour
 
     def hours(seconds: float) -> float:

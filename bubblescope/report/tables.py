@@ -153,16 +153,20 @@ OUTLIER_MADS = 5.0
 
 
 def step_seconds(a: Attribution) -> tuple[Int, NDArray[np.float64]]:
-    """Steps and their seconds: mean over the ranks' windows."""
-    steps, where = np.unique(a.windows.step, return_inverse=True)
-    length = a.idle.window_ns * NS
+    """The steps that figures are means over (see `Attribution.main`) and their seconds: mean over ranks' windows."""
+    return _step_seconds(a, a.main)
+
+
+def _step_seconds(a: Attribution, chosen: NDArray[np.bool_]) -> tuple[Int, NDArray[np.float64]]:
+    steps, where = np.unique(a.windows.step[chosen], return_inverse=True)
+    length = a.idle.window_ns[chosen] * NS
     mean = np.bincount(where, length, len(steps)) / np.bincount(where, minlength=len(steps))
     return steps, mean
 
 
 def steps(a: Attribution) -> pd.DataFrame:
     """A step is an outlier when it lies more than five median deviations (and 5 %) off the median."""
-    number, length = step_seconds(a)
+    number, length = _step_seconds(a, np.ones(len(a.windows), dtype=np.bool_))
     where = np.searchsorted(number, a.windows.step)
     idle = np.bincount(where, a.idle.idle_ns, len(number)) / np.bincount(where, a.idle.window_ns, len(number))
     middle = float(np.median(length))

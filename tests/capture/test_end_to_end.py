@@ -57,7 +57,12 @@ def test_a_rank_with_fewer_steps_keeps_the_others_steps(killed: Path, tmp_path: 
     file.write_bytes(b"".join(lines[: steps[3]]) + lines[steps[3]][:100])
     status, data, _ = analyze(cut, out=tmp_path / "report")
     assert status == 0
-    assert [gpu["steps"] for gpu in data["gpus"]] == [4, 2, 4, 4]
+    # Two steps are whole: they carry the causes and the advice. Every finished step of every rank is told as well.
+    assert [gpu["steps"] for gpu in data["gpus"]] == [2, 2, 2, 2]
+    assert [gpu["all_steps"]["steps"] for gpu in data["gpus"]] == [4, 2, 4, 4]
+    assert data["steps"]["analysed"] == 2
+    assert data["replay"]["trusted"]
+    assert data["bubble"]["fraction"] is not None
     codes = {w["code"] for w in data["source"]["warnings"]}
     assert {"tail-cut", "windows-not-replayed"} <= codes
     for gpu in data["gpus"]:
@@ -77,6 +82,40 @@ def test_a_missing_rank_takes_the_causes_away_and_nothing_else(killed: Path, tmp
     assert data["advice"] == []
     assert [gpu["rank"] for gpu in data["gpus"]] == [0, 1, 3]
     assert all(gpu["idle"] > 0 for gpu in data["gpus"])
+    assert all(gpu["causes"]["stage_imbalance"] is None for gpu in data["gpus"])
+
+
+def shifted(folder: Path, to: Path, change: dict[int, int]) -> Path:
+    """A copy in which the first forward of step 3 of these ranks starts at that time (-1: an hour later)."""
+    shutil.copytree(folder, to)
+    for rank, start in change.items():
+        file = to / f"rank-{rank:05d}.jsonl"
+        lines = file.read_text().splitlines()
+        for i, line in enumerate(lines):
+            step = json.loads(line)
+            if step.get("kind") == "step" and step["step"] == 3:
+                columns = step["columns"]
+                row = columns["kind"].index("F")
+                hour = 3_600_000_000_000
+                columns["start_ns"][row] = start if start >= 0 else columns["start_ns"][row] + hour
+                columns["end_ns"][row] += hour if start < 0 else 0
+                lines[i] = json.dumps(step)
+        file.write_text("\n".join(lines) + "\n")
+    return to
+
+
+@pytest.mark.parametrize("change", [{1: 0}, {1: -1}, {0: -1, 1: -1, 2: -1, 3: -1}], ids=["ts 0", "an hour", "all"])
+def test_a_broken_time_stamp_costs_its_step_and_nothing_else(
+    change: dict[int, int], killed: Path, tmp_path: Path
+) -> None:
+    status, whole, _ = analyze(killed, out=tmp_path / "whole")
+    status, data, _ = analyze(shifted(killed, tmp_path / "bad", change), out=tmp_path / "report")
+    assert status == 0
+    assert "impossible-times" in {w["code"] for w in data["source"]["warnings"]}
+    assert data["steps"]["analysed"] == 3
+    assert data["replay"]["trusted"]
+    assert 0 < data["bubble"]["fraction"] < 1
+    assert data["gpus"][0]["busy"] == pytest.approx(whole["gpus"][0]["busy"], rel=0.3)
 
 
 def test_what_is_no_recording_is_refused_with_a_hint(tmp_path: Path) -> None:
