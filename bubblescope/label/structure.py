@@ -263,9 +263,11 @@ def _first_to_compute(run: Run, cycle: tuple[int, ...]) -> int:
 
 
 def _chain_by_counts(run: Run, messages: Int) -> Chains | None:
-    """Messages without peers (gloo): one pipeline in rank order, if the counts and first messages fit one.
+    """Messages without peers (gloo): pipelines in rank order, if the counts and first messages fit.
 
-    In a chain the inner ranks exchange twice what the ends do; stage 0 sends first, all others receive first.
+    Stage 0 sends first, all others receive first, so those that send first are the heads. With heads 0, p, 2p, …
+    neighbours are consecutive ranks; with heads 0 … k-1 they are k ranks apart (data parallelism counts faster). In a
+    chain the inner ranks exchange twice what the ends do.
     """
     spans = run.spans
     ranks = run.layout.ranks.tolist()
@@ -273,9 +275,25 @@ def _chain_by_counts(run: Run, messages: Int) -> Chains | None:
     first = {int(spans.rank[r]): int(spans.kind[r]) for r in messages[::-1].tolist()}
     if len(ranks) < 2 or set(counts) != set(ranks) or run.layout.missing_ranks:
         return None
-    ends, inner = {counts[ranks[0]], counts[ranks[-1]]}, {counts[r] for r in ranks[1:-1]}
-    fits = len(ends) == 1 and inner <= {2 * counts[ranks[0]]}
-    starts = first[ranks[0]] == Kind.SEND and all(first[r] == Kind.RECV for r in ranks[1:])
-    if not (fits and starts):
+    heads = [i for i, rank in enumerate(ranks) if first[rank] == Kind.SEND]
+    chains = _in_rank_order(ranks, heads)
+    if not chains or not all(_fits_chain(counts, chain) for chain in chains):
         return None
-    return Chains((tuple(ranks),), "rank order; the message counts fit one chain")
+    how = "rank order; the message counts fit one chain"
+    return Chains(chains, how if len(chains) == 1 else f"rank order; the message counts fit {len(chains)} chains")
+
+
+def _in_rank_order(ranks: list[int], heads: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Equal chains from the places of their heads; none where these are neither evenly apart nor the first ranks."""
+    k = len(heads)
+    if not k or len(ranks) % k or len(ranks) // k < 2:
+        return ()
+    p = len(ranks) // k
+    if heads == list(range(0, len(ranks), p)):
+        return tuple(tuple(ranks[h : h + p]) for h in heads)
+    return tuple(tuple(ranks[h::k]) for h in heads) if heads == list(range(k)) else ()
+
+
+def _fits_chain(counts: Counter[int], chain: tuple[int, ...]) -> bool:
+    ends = {counts[chain[0]], counts[chain[-1]]}
+    return len(ends) == 1 and {counts[r] for r in chain[1:-1]} <= {2 * counts[chain[0]]}

@@ -13,9 +13,9 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not beside this checkout")
 
 # path -> pipeline stages of the result (None: no pipeline in it), or a part of the reason for the refusal
-EXPECTED: dict[str, int | None | str] = {
+EXPECTED: dict[str, int | str | None] = {
     "README.md": "no readable trace",
-    "kineto/cpu_only_rank-34.pt.trace.json.gz": None,
+    "kineto/cpu_only_rank-34.pt.trace.json.gz": "no finished training step",
     "kineto/distributed_info_not_found.json.gz": "no GPU events",
     "kineto/dlrm_8rank": None,
     "kineto/nccl_data.json.gz": None,

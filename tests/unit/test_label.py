@@ -11,7 +11,7 @@ from bubblescope.ingest import read
 from bubblescope.label import LABELS, label
 from bubblescope.label.schedule import operations
 from bubblescope.label.torch_pipelining import parse
-from bubblescope.model import Kind, Lane, Run
+from bubblescope.model import Kind, Lane, Layout, Names, Run, Source, SpanBuilder
 from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
 
 PLAIN = Style()
@@ -178,3 +178,43 @@ def test_every_pass_takes_an_empty_run() -> None:
     for one in LABELS:
         assert len(one(Run.empty()).spans) == 0
     assert operations(Run.empty()) == {}
+
+
+# --- several pipelines of ranks whose messages name no peer ---------------------------------------------------
+
+
+def gloo_job(chains: list[list[int]], microbatches: int = 3) -> Run:
+    """GPipe on CPU ranks: posts and waits without peers, host operators between them."""
+    rows = SpanBuilder()
+    for chain in chains:
+        for stage, rank in enumerate(chain):
+            first, last = stage == 0, stage == len(chain) - 1
+            common, at = {"rank": rank, "step": 0, "device": 0}, 1000 * stage
+            for name, inputs, outputs in ((1, not first, not last), (2, not last, not first)):
+                for _ in range(microbatches):
+                    if inputs:
+                        rows.add(**common, lane=Lane.POST, kind=Kind.RECV, start_ns=at, end_ns=at + 1)
+                    rows.add(**common, lane=Lane.COMPUTE, start_ns=at + 10, end_ns=at + 90, name=name)
+                    if outputs:
+                        rows.add(**common, lane=Lane.POST, kind=Kind.SEND, start_ns=at + 91, end_ns=at + 92)
+                    at += 100
+    ranks = np.array(sorted(r for chain in chains for r in chain))
+    layout = Layout(ranks=ranks, pp=ranks * 0 - 1, replica=ranks * 0 - 1, tp=ranks * 0, host=ranks * 0)
+    names = Names.of(["fwd", "bwd"])
+    return Run(rows.build().sorted(), names, layout, source=Source("kineto", (), "host"))
+
+
+@pytest.mark.parametrize(
+    "chains",
+    [[[0, 1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3, 4, 5]], [[0, 2, 4], [1, 3, 5]]],
+    ids=["one", "two, consecutive", "two, apart", "two of three", "two of three, apart"],
+)
+def test_replicas_of_ranks_without_peers_are_pipelines_of_their_own(chains: list[list[int]]) -> None:
+    layout = label(gloo_job(chains)).layout
+    assert layout.stages == len(chains[0])
+    assert layout.data_parallel == len(chains)
+    assert layout.stage_rank == {(r, s): rank for r, chain in enumerate(chains) for s, rank in enumerate(chain)}
+
+
+def test_ranks_that_fit_no_order_stay_without_stages() -> None:
+    assert label(gloo_job([[1, 0], [2, 3]])).layout.stages is None
