@@ -366,11 +366,10 @@ def one_sided_transfer(run: Run) -> Int:
     pair = np.stack([spans.rank[rows], spans.peer[rows], spans.bytes[rows]], axis=1).astype(np.int64)
     which = np.unique(pair, axis=0, return_inverse=True)[1].reshape(-1)
     least = np.full(int(which.max()) + 1, np.iinfo(np.int64).max)
-    for kind in (Kind.SEND, Kind.RECV):
-        mine = spans.kind[rows] == kind
-        for one in np.unique(which[mine]).tolist():
-            low = np.quantile(length[mine & (which == one)], LOW_QUANTILE, method="lower")
-            least[one] = min(least[one], int(low))
+    both = which * 2 + (spans.kind[rows] == Kind.SEND)
+    for one, mine in intervals.rows_by(both):
+        low = np.quantile(length[mine], LOW_QUANTILE, method="lower")
+        least[one // 2] = min(least[one // 2], int(low))
     out[rows] = np.minimum(length, least[which])
     return out
 
