@@ -20,7 +20,7 @@ from bubblescope.replay import engine
 from bubblescope.replay.bases import BaseTable
 from bubblescope.replay.dag import build_dag
 from bubblescope.replay.program import Edge, Node, Program
-from bubblescope.replay.schedules import Schedule, make
+from bubblescope.replay.schedules import Schedule, make, stage_ranks
 
 Float = NDArray[np.float64]
 NS = 1e-9
@@ -155,6 +155,29 @@ def makespan(
 def predict(model: PipelineModel, schedule: Schedule) -> float:
     """Seconds per step when `schedule` runs the same model: base times resampled to its virtual stages."""
     return makespan(resample(model, schedule.virtual_stages), schedule.orders, schedule.overlapped) + model.fixed
+
+
+def on_slow_gpus(model: PipelineModel, schedule: Schedule) -> PipelineModel:
+    """As `resample`, but uneven stages are taken as uneven GPUs: each GPU keeps what it takes per micro-batch, and
+    spreads it over the chunks that `schedule` gives it.
+
+    With one replica a heavy stage and a slow GPU look the same; moving layers mends the one and not the other.
+    """
+    then, now = stage_ranks(schedule.orders), stage_ranks(dict(model.orders))
+    chunks = np.bincount([then[s] for s in range(len(then))], minlength=model.stages)
+
+    def kept(times: Float) -> Float:
+        per_gpu = np.bincount([now[s] for s in range(len(times))], weights=times, minlength=model.stages)
+        return np.array([per_gpu[then[s]] / chunks[then[s]] for s in range(len(then))])
+
+    return replace(
+        model, forward=kept(model.forward), input_grad=kept(model.input_grad), weight_grad=kept(model.weight_grad)
+    )
+
+
+def predict_on_slow_gpus(model: PipelineModel, schedule: Schedule) -> float:
+    """As `predict`, if the unevenness lies in the GPUs."""
+    return makespan(on_slow_gpus(model, schedule), schedule.orders, schedule.overlapped) + model.fixed
 
 
 def resample(model: PipelineModel, n: int) -> PipelineModel:

@@ -62,8 +62,8 @@ def _everything(b: Basis) -> list[Idea]:
         *ideas.replace_node(b),
         *ideas.fix_input(b),
         *ideas.faster_transfers(b),
-        *ideas.more_microbatches(b, doubled),
-        *ideas.other_schedules(b),
+        *(ideas.one_pass(b) if b.shape.passes > 1 else ideas.more_microbatches(b, doubled)),
+        *(() if b.shape.passes > 1 else ideas.other_schedules(b)),
     ]
 
 
@@ -161,8 +161,13 @@ def _wanted(b: Basis, wanted: Wanted) -> list[Idea]:
         found += made
         if chosen and not made:
             b.found.append(Refusal(action, otherwise))
-    found += ideas.more_microbatches(b, wanted.microbatches)
-    found += ideas.other_schedules(b, wanted.schedules)
+    if b.shape.passes > 1 and (wanted.microbatches or wanted.schedules):
+        why = f"a step makes {b.shape.passes} passes through the pipeline (gradient accumulation): only merging them is"
+        b.found.append(Refusal("Another schedule or number of micro-batches", why + " predicted"))
+        found += ideas.one_pass(b)
+    else:
+        found += ideas.more_microbatches(b, wanted.microbatches)
+        found += ideas.other_schedules(b, wanted.schedules)
     if wanted.rebalance and wanted.schedules:
         found += _together(b, wanted.schedules, len(wanted.schedules))
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bubblescope.errors import InputError
-from bubblescope.model import Run
+from bubblescope.model import Notice, Run
 from bubblescope.replay.attribution import Attribution, attribute
 from bubblescope.report import document, tables
 
@@ -165,5 +165,11 @@ def _overruled(run: Run, options: ReportOptions) -> Run:
     changes = {k: v for k, v in given.items() if v is not None}
     if not changes:
         return run
+    said = [
+        Notice("overruled", f"the input says {name} {old}; {new}, as given, is used for the closed form instead")
+        for name, new in changes.items()
+        if (old := getattr(run.layout, name)) is not None and old != new
+    ]
+    run = run.with_notices(*said)
     how = {**run.layout.inferred, **dict.fromkeys(changes, "said by the user")}
     return replace(run, layout=replace(run.layout, **changes, inferred=how))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bubblescope.errors import ScheduleError, UsageError
-from bubblescope.model import Action, Kind, Layout, Notice
+from bubblescope.model import PIPELINE_KINDS, Action, Kind, Layout, Notice
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.closed_form import closed_form
 from bubblescope.replay.program import Node, Program
@@ -32,6 +32,7 @@ class Shape:
     orders: dict[int, list[Action]] = field(default_factory=dict)
     times: tuple[float, float, float] | None = None
     notices: tuple[Notice, ...] = ()
+    passes: int = 1
 
     def document(self) -> dict[str, Any]:
         return {
@@ -40,6 +41,7 @@ class Shape:
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "data_parallel": self.data_parallel,
+            "passes_per_step": self.passes,
             "inferred": dict(sorted(self.inferred.items())),
         }
 
@@ -52,7 +54,7 @@ class Shape:
             form = closed_form(
                 self.schedule or "",
                 self.stages or 0,
-                self.microbatches or 0,
+                (self.microbatches or 0) // self.passes,
                 self.chunks or 1,
                 forward=forward,
                 input_grad=input_grad,
@@ -104,7 +106,18 @@ def pipeline_shape(a: Attribution) -> Shape:
         inferred,
         orders,
         _times(a),
+        passes=_passes(a),
     )
+
+
+def _passes(a: Attribution) -> int:
+    """Schedule calls per optimizer step (gradient accumulation): the recorder marks each with a STEP row."""
+    spans = a.run.spans
+    marks = np.flatnonzero((spans.kind == Kind.STEP) & (spans.step >= 0))
+    if a.run.source.format != "recording" or not len(marks):
+        return 1
+    pairs = spans.rank[marks].astype(np.int64) * (int(spans.step.max()) + 1) + spans.step[marks]
+    return max(int(np.median(np.unique(pairs, return_counts=True)[1])), 1)
 
 
 def measured_orders(layout: Layout, program: Program) -> dict[int, list[Action]]:
@@ -126,9 +139,9 @@ def measured_orders(layout: Layout, program: Program) -> dict[int, list[Action]]
 
 
 def _times(a: Attribution) -> tuple[float, float, float] | None:
-    """Uniform F, I and W."""
+    """Uniform F, I and W; from the medians of what was seen where nothing could be replayed."""
     if a.bases is None:
-        return None
+        return _seen_times(a)
     mean = {int(k): float(a.bases.uniform[a.bases.kind == k][0]) * NS for k in np.unique(a.bases.kind)}
     forward = mean.get(Kind.FORWARD)
     if forward is None:
@@ -137,3 +150,17 @@ def _times(a: Attribution) -> tuple[float, float, float] | None:
         return forward, mean[Kind.BACKWARD_INPUT], mean[Kind.BACKWARD_WEIGHT]
     backward = mean.get(Kind.BACKWARD, 0.0)
     return forward, backward / 2, backward / 2
+
+
+def _seen_times(a: Attribution) -> tuple[float, float, float] | None:
+    """Median F, I and W of the ranks that were seen: what the closed form takes as equal for all stages."""
+    ops = a.operations
+    length = (ops.end_ns - ops.start_ns) * NS
+    of = {k: length[(ops.kind == k) & (ops.microbatch >= 0)] for k in PIPELINE_KINDS}
+    median = {k: float(np.median(v)) for k, v in of.items() if len(v)}
+    if Kind.FORWARD not in median:
+        return None
+    if Kind.BACKWARD_INPUT in median and Kind.BACKWARD_WEIGHT in median:
+        return median[Kind.FORWARD], median[Kind.BACKWARD_INPUT], median[Kind.BACKWARD_WEIGHT]
+    backward = median.get(Kind.BACKWARD, 0.0)
+    return median[Kind.FORWARD], backward / 2, backward / 2

@@ -22,6 +22,8 @@ NEEDS_LAYERS = (
     "whole layers allow as good a cut (the best whole cut needs per-layer times: record with layer timers or give "
     "--layer-times)"
 )
+WORTH_SAYING = 0.01
+"""Share of the step below which two predictions count as one."""
 EVEN = "work can be split evenly over the stages"
 ONE_REPLICA = "stage {} is slow because of its layers, not its GPU: with one replica the two look the same"
 
@@ -158,7 +160,8 @@ def rebalance(b: Basis) -> Iterator[Idea]:
     step = whatif.makespan(cut.model, b.model.orders) + b.model.fixed
     best = cut.partition
     yield Idea(
-        f"Give the stages {', '.join(map(str, best.layers))} layers: now stage {slow} takes {ratio:.2f}× the mean of "
+        f"Give the {'virtual ' if b.model.chunks > 1 else ''}stages {', '.join(map(str, best.layers))} layers: now "
+        f"stage {slow} takes {ratio:.2f}× the mean of "
         "the others",
         "partition",
         step,
@@ -206,14 +209,17 @@ def _cut_memory(cut: Repartition) -> str:
 
 
 def _unevenness(a: Attribution) -> tuple[int, float, list[float]] | None:
-    """The slowest stage, how often it takes the mean of the others, and seconds per micro-batch of each stage."""
+    """The slowest stage (GPU of the pipeline, all its chunks together), how often it takes the mean of the others, and
+    seconds per micro-batch of each."""
     table = tables.stage_balance(a)
-    if len(table) < 2:
+    columns = table[["F_s", "B_s", "I_s", "W_s", "loss_s"]].to_numpy(dtype=np.float64)
+    position = table["position"].to_numpy(dtype=np.int64)
+    work = np.bincount(position, np.nan_to_num(columns).sum(axis=1)) if len(position) else np.empty(0)
+    if len(work) < 2:
         return None
-    work = np.nan_to_num(table[["F_s", "B_s", "I_s", "W_s", "loss_s"]].to_numpy(dtype=np.float64)).sum(axis=1)
     worst = int(work.argmax())
     others = float(np.delete(work, worst).mean())
-    return int(table["stage"].iloc[worst]), float(work[worst]) / others if others > 0 else 1.0, work.tolist()
+    return worst, float(work[worst]) / others if others > 0 else 1.0, work.tolist()
 
 
 # --- other orders -----------------------------------------------------------------------------------------------
@@ -225,7 +231,11 @@ def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
         return
     now = b.model.microbatches
     for wanted in counts:
-        action = f"Run {wanted} micro-batches per step instead of {now}, at the same size"
+        batches = "micro-batch" if wanted == 1 else "micro-batches"
+        action = f"Run {wanted} {batches} per step instead of {now}, at the same size"
+        if wanted == now:
+            b.found.append(Refusal(f"Run {wanted} {batches} per step", "that is the number of this run"))
+            continue
         try:
             schedule = whatif.same_order(b.model, b.shape.schedule or "custom", wanted)
             step = whatif.predict(b.model, schedule)
@@ -240,11 +250,30 @@ def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
             b.measured - per_work,
             {"microbatches": wanted, "step_seconds_per_same_work": per_work},
             (
-                f"the global batch grows from {now} to {wanted} micro-batches; the saving is per {now} micro-batches",
+                f"the global batch {'grows' if wanted > now else 'shrinks'} from {now} to {wanted} {batches}; "
+                f"the saving is per {now} micro-batch{'' if now == 1 else 'es'}",
                 "what is outside the pipeline (optimizer, host, data) costs the same per step",
             ),
             memory_note(b.model, schedule),
         )
+
+
+def one_pass(b: Basis) -> Iterator[Idea]:
+    """Instead of several passes through the pipeline per optimizer step (gradient accumulation) a single one: it fills
+    and drains once."""
+    if b.model is None or not b.shape.schedule:
+        return
+    m, passes = b.model.microbatches, b.shape.passes
+    action = f"Run the {m} micro-batches of a step in one pass instead of {passes}"
+    try:
+        schedule = whatif.same_order(b.model, b.shape.schedule, m)
+        step = whatif.predict(b.model, schedule)
+    except (ScheduleError, UsageError) as error:
+        b.found.append(Refusal(action, str(error)))
+        return
+    detail = {"microbatches": m, "passes": 1}
+    note = memory_note(b.model, schedule)
+    yield Idea(action, "microbatches", step, b.measured - step, detail, (SAME,), note)
 
 
 def other_schedules(b: Basis, names: Iterable[str] = tuple(FAMILIES), *, balanced: bool = False) -> Iterator[Idea]:
@@ -277,12 +306,32 @@ def _other_schedule(b: Basis, model: PipelineModel, name: str, balanced: bool) -
         elif schedule.virtual_stages != model.virtual_stages:
             assumptions.append(f"the layers can be cut into {schedule.virtual_stages} equal parts")
         step = whatif.predict(model, schedule)
+        if not balanced and (b.shape.data_parallel or 1) < 2:
+            step, both, why = _worse_of_two(b, model, schedule, step)
+            detail |= both
+            assumptions += why
     except (ScheduleError, UsageError) as error:
         return Refusal(action, str(error))
     if not model.split_known and _splits(schedule):
         assumptions.append("I and W take half of B each (they were not measured apart)")
     note = memory_note(b.model or model, schedule)
     return Idea(action, "schedule", step, b.measured - step, detail, tuple(assumptions), note)
+
+
+def _worse_of_two(
+    b: Basis, model: PipelineModel, schedule: Schedule, if_layers: float
+) -> tuple[float, dict[str, Any], list[str]]:
+    """A slow stage may be slow because of its layers (another schedule spreads them) or of its GPU (it stays where it
+    is). One replica cannot tell, so the worse prediction is the one that is given."""
+    if_gpu = whatif.predict_on_slow_gpus(model, schedule)
+    if abs(if_gpu - if_layers) < WORTH_SAYING * b.measured:
+        return max(if_layers, if_gpu), {}, []
+    detail = {"step_seconds_if_layers": if_layers, "step_seconds_if_gpu": if_gpu}
+    said = (
+        f"the worse of two cases: uneven stages are so because of their layers ({if_layers:.4g} s) or of their GPUs "
+        f"({if_gpu:.4g} s); with one replica the two look the same"
+    )
+    return max(if_layers, if_gpu), detail, [said]
 
 
 def _rebalanced(b: Basis, model: PipelineModel, n: int) -> tuple[PipelineModel, dict[str, Any], tuple[str, ...]]:

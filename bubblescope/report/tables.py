@@ -274,15 +274,25 @@ def ideal(a: Attribution) -> pd.DataFrame:
     )
 
 
+def stage_positions(a: Attribution) -> dict[int, int]:
+    """{virtual stage: position of its GPU in the pipeline}."""
+    layout = a.run.layout
+    pp = {int(r): int(p) for r, p in zip(layout.ranks, layout.pp, strict=True)} if len(layout.pp) else {}
+    found = {stage: pp.get(rank, -1) for (_, stage), rank in sorted(layout.stage_rank.items(), reverse=True)}
+    return {stage: position for stage, position in found.items() if position >= 0}
+
+
 def stage_balance(a: Attribution) -> pd.DataFrame:
     """Base times; without a replay the medians of what was seen. A stage that never splits B has no I and W."""
-    columns: dict[str, Any] = {"stage": [], "F_s": [], "B_s": [], "I_s": [], "W_s": [], "loss_s": []}
+    position = stage_positions(a)
+    columns: dict[str, Any] = {"stage": [], "position": [], "F_s": [], "B_s": [], "I_s": [], "W_s": [], "loss_s": []}
     names = {Kind.FORWARD: "F_s", Kind.BACKWARD: "B_s", Kind.BACKWARD_INPUT: "I_s", Kind.BACKWARD_WEIGHT: "W_s",
              Kind.LOSS: "loss_s"}  # fmt: skip
     o = a.operations
     length = (o.end_ns - o.start_ns) * NS
     for stage in np.unique(o.stage[o.stage >= 0]):
         columns["stage"].append(int(stage))
+        columns["position"].append(position.get(int(stage), int(stage)))
         for kind, name in names.items():
             rows = (o.stage == stage) & (o.kind == kind)
             value = float(np.median(length[rows])) if rows.any() else float("nan")

@@ -189,7 +189,7 @@ def _lost(data: dict[str, Any]) -> str:
     loss, gpus = headline(data), gpu_count(data)
     whose = "one GPU's time" if gpus == 1 else f"{gpus:,} GPUs' time"
     if loss is None:
-        return f"How much of {whose} is lost to pipeline bubbles is {unavailable(data, 'fraction', 'idle')}"
+        return f"The share of {whose} that is lost to pipeline bubbles is {unavailable(data, 'fraction', 'idle')}"
     what = "is idle" if loss.what == "idle" else "is lost to pipeline bubbles"
     return f"{fmt.percent(loss.share)} of {whose} {what}{_judging(data)}"
 
@@ -236,7 +236,7 @@ def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
 def _reason(report: ReportLike) -> str:
     found, loss = reasons(report.data), headline(report.data)
     if loss is not None and loss.what == "idle":
-        return f"; how much of it is pipeline bubbles is {unavailable(report.data, 'fraction')}."
+        return f"; the pipeline's share of it is {unavailable(report.data, 'fraction')}."
     if not found:
         return "."
     name, share = found[0]
@@ -302,13 +302,17 @@ def _finite(number: Any) -> bool:
 
 
 def slowest_stage(report: ReportLike) -> tuple[int, float] | None:
-    """The stage with most work per micro-batch, and how often the mean of the others it takes."""
-    work = stage_work(report)
+    """The stage (GPU of the pipeline, its chunks together) with most work per micro-batch, and how often the mean of
+    the others it takes."""
+    position = {int(r["stage"]): int(r.get("position", r["stage"])) for r in report.stage_balance.to_dict("records")}
+    work: dict[int, float] = {}
+    for stage, seconds in stage_work(report).items():
+        work[position[stage]] = work.get(position[stage], 0.0) + seconds
     if len(work) < 2:
         return None
-    stage = max(sorted(work), key=lambda s: work[s])
-    others = float(np.mean([w for s, w in work.items() if s != stage]))
-    return (stage, work[stage] / others) if others > 0 else None
+    slowest = max(sorted(work), key=lambda s: work[s])
+    others = float(np.mean([w for s, w in work.items() if s != slowest]))
+    return (slowest, work[slowest] / others) if others > 0 else None
 
 
 def slowest_worker(data: dict[str, Any]) -> tuple[int, float] | None:
