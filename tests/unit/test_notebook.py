@@ -108,5 +108,6 @@ def test_the_example_recordings_are_those_that_their_text_describes() -> None:
     assert before.data["pipeline"]["stages"] == 4 and before.data["pipeline"]["microbatches"] == 8
     kinds = {name: row["seconds"] for name, row in before.data["causes"].items()}
     assert kinds["stage_imbalance"] > 0.1
+    assert "because stage 2 is 1.93× slower than the others" in repr(before)
     after = bs.analyze(bs.load(EXAMPLES / "after"))
     assert after.data["causes"]["stage_imbalance"]["seconds"] < kinds["stage_imbalance"] / 4
