@@ -49,8 +49,10 @@ class _Texts:
         self.index: dict[str, int] = {"": 0}
 
     def of(self, column: pd.Series[Any]) -> Array:
-        texts = [plain(text) for text in column]
-        return np.array([self.index.setdefault(text, len(self.index)) for text in texts], dtype="<i2")
+        codes, distinct = column.factorize()
+        known = np.array([self.index.setdefault(plain(text), len(self.index)) for text in distinct], dtype="<i2")
+        numbers: Array = known[codes]
+        return numbers
 
 
 @dataclass(frozen=True)
