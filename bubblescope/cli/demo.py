@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import click
 
 from bubblescope.cli import demo_worker
 from bubblescope.cli.analyze import Outputs, deliver, make_report
-from bubblescope.cli.output import json_option, progress, results, writing
-from bubblescope.errors import UsageError
+from bubblescope.cli.output import counted, json_option, progress, results, writing
+from bubblescope.errors import ScheduleError, UsageError
 
 
 def parse_imbalance(texts: tuple[str, ...], stages: int) -> dict[int, float]:
@@ -98,12 +104,54 @@ def demo(
         steps=steps,
         device=device,
     )
-    losses = train(chosen)
+    check_schedule(chosen)
+    prepare(out / "recording")
+    with ended_by_sigterm():
+        losses = train(chosen)
     report = make_report([chosen.out], ReportOptions())
     deliver(report, Outputs(out=out, json=json_to))
     console = results(json_to)
     for line in closing(chosen, losses):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def check_schedule(options: demo_worker.DemoOptions) -> None:
+    """Raise UsageError where torch would refuse the schedule for these numbers, each process in its own words."""
+    from bubblescope.replay.schedules import check_numbers
+
+    try:
+        check_numbers(options.schedule, options.stages, options.microbatches, options.chunks)
+    except ScheduleError as error:
+        raise UsageError(error.what, hint=error.hint) from error
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder, and see that files can be written there, before minutes go into what they would hold."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"?")
+        except OSError as error:
+            error.filename = str(folder)
+            raise
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception would, so that its workers are ended too; the exit status is 143."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train(options: demo_worker.DemoOptions) -> list[float]:
@@ -113,7 +161,8 @@ def train(options: demo_worker.DemoOptions) -> list[float]:
         click.echo(note, err=True)
     with writing(options.out):
         remove_recording(Path(options.out))
-    with progress(f"training: {options.schedule}, {options.stages} stages, {options.microbatches} micro-batches"):
+    batches = counted(options.microbatches, "micro-batch", "micro-batches")
+    with progress(f"training: {options.schedule}, {options.stages} stages, {batches}"):
         return demo_worker.launch(options)
 
 

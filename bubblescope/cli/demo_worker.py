@@ -8,9 +8,11 @@ says so to the user); on CUDA nothing is padded, and an imbalanced stage has mor
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from bubblescope.errors import BubblescopeError, UsageError
 
 MULTI = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+_PR_SET_PDEATHSIG = 1
 BLOCKS = 5
 """Blocks per (virtual) stage; an imbalance of 1.6 makes them 8."""
 
@@ -109,8 +112,13 @@ def launch(options: DemoOptions, timeout_s: float = 300.0) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         plan = dataclasses.asdict(options) | {"device": device}
         port = _free_port()
-        ranks = [_start(plan, rank, port, Path(scratch)) for rank in range(options.stages)]
-        _wait(ranks, Path(scratch), time.monotonic() + timeout_s)
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(options.stages):
+                ranks.append(_start(plan, rank, port, Path(scratch)))
+            _wait(ranks, Path(scratch), time.monotonic() + timeout_s)
+        finally:
+            _end(ranks)
         losses = json.loads((Path(scratch) / "losses.json").read_text())
         return [float(loss) for loss in losses]
 
@@ -132,7 +140,7 @@ def _start(plan: dict[str, Any], rank: int, port: int, scratch: Path) -> subproc
     }
     with (scratch / f"output-{rank}").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "bubblescope.cli.demo_worker", json.dumps(plan), str(scratch)],
+            [sys.executable, "-m", "bubblescope.cli.demo_worker", json.dumps(plan), str(scratch), str(os.getpid())],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -141,24 +149,26 @@ def _start(plan: dict[str, Any], rank: int, port: int, scratch: Path) -> subproc
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, deadline: float) -> None:
-    """Until all ended well; the first that fails, or the deadline, ends the others."""
-    try:
-        while True:
-            codes = [process.poll() for process in ranks]
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-            if failed:
-                said = (scratch / f"output-{failed[0]}").read_text(errors="replace")
-                raise _failure(failed[0], codes[failed[0]], said)
-            if all(code == 0 for code in codes):
-                return
-            if time.monotonic() > deadline:
-                raise DemoFailed("the demo training took too long and was ended", hint="--steps 5, or fewer stages")
-            time.sleep(0.05)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    """Until all ended well. Raises DemoFailed at the first that fails, or at the deadline."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            said = (scratch / f"output-{failed[0]}").read_text(errors="replace")
+            raise _failure(failed[0], codes[failed[0]], said)
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise DemoFailed("the demo training took too long and was ended", hint="--steps 5, or fewer stages")
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
+        process.kill()
+    for process in running:
+        process.wait()
 
 
 def _failure(rank: int, code: int | None, said: str) -> DemoFailed:
@@ -296,8 +306,21 @@ def train(options: DemoOptions, rank: int) -> list[float]:
     return losses
 
 
-def main(plan_text: str, scratch: str) -> None:
+def die_with(parent: int) -> None:
+    """Let the kernel end this process when `parent` ends, however it ends (Linux; elsewhere nothing happens)."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return  # a C library without prctl
+    if os.getppid() != parent:
+        raise SystemExit(1)  # it ended before it could be watched
+
+
+def main(plan_text: str, scratch: str, parent: str) -> None:
     """Entry point of one rank's process."""
+    die_with(int(parent))
     plan = json.loads(plan_text)
     plan["imbalance"] = {int(stage): factor for stage, factor in plan["imbalance"].items()}
     losses = train(DemoOptions(**plan), int(os.environ["RANK"]))
@@ -306,4 +329,4 @@ def main(plan_text: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

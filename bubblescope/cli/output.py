@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MOST_WARNINGS = 20
+
+
+class FiniteRange(click.FloatRange):
+    """As click's, without nan and infinity: nan is neither below nor above any bound, and would pass them all."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def json_option(command: Command) -> Command:
@@ -40,6 +51,14 @@ def markdown_option(command: Command) -> Command:
         metavar="FILE|-",
         help="Write a summary for a pull request; '-' writes it, and nothing else, to stdout.",
     )(command)
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """
+    >>> counted(1, "GPU"), counted(2, "GPU"), counted(2, "micro-batch", "micro-batches")
+    ('1 GPU', '2 GPUs', '2 micro-batches')
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def stdout_owner(**targets: str | None) -> str | None:
@@ -91,9 +110,13 @@ def results(json_to: str | None) -> Console:
     """The console for results: stdout, or nowhere when stdout belongs to JSON."""
     from rich.console import Console
 
+    class Results(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich's own way is exit status 1 without a word; `main` knows a better one
+
     # Piped, rich would cut tables at 80 columns; a file has no such edge.
     width = None if sys.stdout.isatty() else 120
-    return Console(quiet=json_to == "-", highlight=False, soft_wrap=False, width=width)
+    return Results(quiet=json_to == "-", highlight=False, soft_wrap=False, width=width)
 
 
 def warn(notices: Iterable[Notice]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +157,56 @@ def test_a_schedule_that_torch_does_not_have_is_wrong_usage_before_anything_star
     assert done.returncode == 2
     assert "1F1B" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_that_the_schedule_does_not_allow_are_wrong_usage_before_anything_starts(
+    bubblescope: Runner, tmp_path: Path
+) -> None:
+    done = bubblescope("demo", "--schedule", "DualPipeV", "--stages", "2", "--microbatches", "2")
+    assert done.returncode == 2
+    assert "DualPipeV needs at least" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc here")
+def test_a_place_that_cannot_be_written_is_named_before_the_training(bubblescope: Runner) -> None:
+    done = bubblescope("demo", "--out", "/proc/x")
+    assert done.returncode == 2
+    assert re.match(r"error: cannot write: .*, in /proc/x", done.stderr)
+    assert "padded" not in done.stderr  # the first thing that is said of a training
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_until(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return what()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_demo_that_is_ended_leaves_no_worker_behind(how: int, status: int, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bubblescope", "demo", "--steps", "100"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert _wait_until(lambda: process.poll() is not None or len(_children(process.pid)) == 4)
+        workers = _children(process.pid)
+        process.send_signal(how)
+        assert process.wait(60) == status
+        assert _wait_until(lambda: not any(map(_runs, workers)))
+    finally:
+        process.kill()
+        process.wait()
