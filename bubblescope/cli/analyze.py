@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from bubblescope.cli.output import (
+    FiniteRange,
     json_option,
     markdown_option,
     progress,
@@ -64,7 +65,7 @@ def report_options(command: Command) -> Command:
         click.option(
             "--price-per-gpu-hour",
             "price",
-            type=click.FloatRange(min=0),
+            type=FiniteRange(min=0),
             metavar="P",
             help="Your price; without one there are hours and no money.",
         ),
@@ -151,7 +152,7 @@ def report_options(command: Command) -> Command:
 @click.option("--keep-cpu-ops", is_flag=True, help="Keep operators of the host that the analysis has no use for.")
 @click.option(
     "--fail-above",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     metavar="FRACTION",
     help="Exit with 5 when the bubble fraction is above this.",
 )

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 import click
 
-from bubblescope.cli.output import json_option, results, write_json
+from bubblescope.cli.output import FiniteRange, json_option, results, write_json
 from bubblescope.cost.prices import Loss, loss
+from bubblescope.errors import UsageError
 
 
 @click.command(
     epilog="\b\nExample:\n  bubblescope cost --bubble-ms 10 --steps 10000000 --gpus 1024 --price-per-gpu-hour 2.50"
 )
-@click.option("--bubble-ms", type=float, required=True, metavar="B", help="Idle milliseconds per GPU and step.")
-@click.option("--steps", type=int, required=True, metavar="N", help="Optimizer steps of the whole training.")
-@click.option("--gpus", type=int, default=1, show_default=True, metavar="G", help="GPUs that each lose this time.")
 @click.option(
-    "--price-per-gpu-hour", "price", type=float, metavar="P", help="Your price; without one, no money figure."
+    "--bubble-ms", type=FiniteRange(min=0), required=True, metavar="B", help="Idle milliseconds per GPU and step."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), required=True, metavar="N", help="Optimizer steps of the whole training."
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="G",
+    help="GPUs that each lose this time.",
+)
+@click.option(
+    "--price-per-gpu-hour",
+    "price",
+    type=FiniteRange(min=0),
+    metavar="P",
+    help="Your price; without one, no money figure.",
 )
 @click.option("--currency", default="USD", show_default=True, metavar="C", help="Name printed beside the money.")
 @json_option
@@ -26,12 +43,26 @@ def cost(bubble_ms: float, steps: int, gpus: int, price: float | None, currency:
 
     GPU-hours = GPUs x steps x seconds per step / 3600; money = GPU-hours x your price.
     """
-    found = loss(bubble_ms / 1000, steps=steps, gpus=gpus, price_per_gpu_hour=price)
+    found = _loss(bubble_ms / 1000, steps=steps, gpus=gpus, price=price)
     if json_to:
         write_json(asdict(found), json_to)
     console = results(json_to)
     for line in _lines(found, gpus=gpus, currency=currency):
         console.print(line, markup=False)
+
+
+def _loss(seconds: float, *, steps: int, gpus: int, price: float | None) -> Loss:
+    """As `loss`; UsageError where the figures do not fit a number any more."""
+    try:
+        found = loss(seconds, steps=steps, gpus=gpus, price_per_gpu_hour=price)
+        finite = all(math.isfinite(x) for x in asdict(found).values() if x is not None)
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise UsageError(
+            "together these numbers are too large to be counted", hint="check --bubble-ms, --steps, --gpus"
+        )
+    return found
 
 
 def _lines(found: Loss, *, gpus: int, currency: str) -> list[str]:

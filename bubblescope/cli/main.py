@@ -6,6 +6,7 @@ imported, so `bubblescope --help` stays quick whatever the commands need.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from bubblescope._version import __version__
-from bubblescope.errors import BubblescopeError
+from bubblescope.errors import BubblescopeError, UsageError
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ COMMANDS = {
     ),
 }
 
+ROOM = "make room there, or send the output elsewhere"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
@@ -149,6 +152,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BubblescopeError as error:
         _say(error, debug=state.debug)
         return error.exit_code
+    except OSError as error:
+        if not _stdout_is_full(error):
+            _say_bug(error, debug=state.debug)
+            return EXIT_BUG
+        _say(UsageError(f"cannot write to stdout: {error.strerror}", hint=ROOM), debug=state.debug)
+        _silence_stdout()
+        return UsageError.exit_code
     except Exception as error:  # whatever else arrives here is a bug, and must still be one line
         _say_bug(error, debug=state.debug)
         return EXIT_BUG
@@ -186,8 +196,17 @@ def _say_bug(error: Exception, *, debug: bool) -> None:
         click.echo("hint: run it again with --debug and report the traceback it prints", err=True)
 
 
+def _stdout_is_full(error: OSError) -> bool:
+    # Errors of files name their file, and commands turn them into UsageErrors (`output.writing`).
+    return error.filename is None and error.errno in FULL
+
+
 def _reader_is_gone() -> int:
-    # `bubblescope … | head` has all it wanted. The interpreter flushes stdout once more at exit; give it
-    # somewhere to write, or it would complain.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # `bubblescope … | head` has all it wanted.
+    _silence_stdout()
     return 0
+
+
+def _silence_stdout() -> None:
+    # The interpreter flushes stdout once more at exit; give it somewhere to write, or it would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

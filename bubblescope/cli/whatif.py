@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bubblescope.cli.output import json_option, results, warn, write_json
+from bubblescope.cli.output import FiniteRange, json_option, results, warn, write_json
 from bubblescope.errors import UsageError
 from bubblescope.model.notice import Notice
 
@@ -48,7 +48,7 @@ Examples:
     "--memory-limit", metavar="BYTES", help="What the layers of a stage may take, for example 60GiB; needs bytes."
 )
 @click.option(
-    "--price-per-gpu-hour", "price", type=click.FloatRange(min=0), metavar="P", help="Your price, for money figures."
+    "--price-per-gpu-hour", "price", type=FiniteRange(min=0), metavar="P", help="Your price, for money figures."
 )
 @click.option("--currency", default="USD", show_default=True, metavar="C", help="Name beside the money.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of the whole job; else those seen.")

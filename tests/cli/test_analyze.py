@@ -39,6 +39,10 @@ def test_a_file_that_is_no_trace_is_exit_3_and_never_a_traceback(
     [
         (),
         ("x", "--fail-above", "1.5"),
+        ("x", "--fail-above", "nan"),
+        ("x", "--fail-above", "-0.1"),
+        ("x", "--fail-above", "inf"),
+        ("x", "--price-per-gpu-hour", "nan"),
         ("x", "--price-per-gpu-hour", "-1"),
         ("x", "--gpus", "0"),
         ("x", "--engine", "spark"),

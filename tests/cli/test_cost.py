@@ -33,8 +33,21 @@ def test_with_a_price_both_outputs_have_the_money(bubblescope: Runner, tmp_path:
     assert json.loads((tmp_path / "c.json").read_text())["money"] == pytest.approx(555.5556, abs=1e-3)
 
 
-@pytest.mark.parametrize("bad", [("--gpus", "-1"), ("--price-per-gpu-hour", "nan"), ("--price-per-gpu-hour", "-2")])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("--gpus", "-1"),
+        ("--gpus", "0"),
+        ("--steps", "0"),
+        ("--price-per-gpu-hour", "nan"),
+        ("--price-per-gpu-hour", "-2"),
+        ("--bubble-ms", "1e308"),
+        ("--bubble-ms", "inf"),
+        ("--gpus", "1" + 400 * "0"),
+    ],
+)
 def test_an_amount_that_makes_no_sense_is_wrong_usage(bad: tuple[str, str], bubblescope: Runner) -> None:
-    done = bubblescope(*TEN_MS, *bad)
+    done = bubblescope(*TEN_MS, *bad, "--json", "-")
     assert done.returncode == 2
+    assert done.stdout == ""
     assert done.stderr.startswith("error: ")

@@ -167,6 +167,35 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     assert errors_seen == ""
 
 
+@pytest.mark.parametrize("width", ["--stages", "--microbatches"])
+def test_a_reader_of_a_table_may_stop_too(width: str) -> None:
+    size = {"--stages": "2", "--microbatches": "2", width: "1000"}
+    command = ["simulate", "--schedule", "GPipe", *(word for pair in size.items() for word in pair), "--show-plot"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bubblescope", *command, "--forward", "1", "--input-grad", "1", "--weight-grad", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("extra", [(), ("--json", "-")])
+def test_a_full_disk_behind_stdout_is_no_bug_of_ours(extra: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bubblescope", "cost", "--bubble-ms", "1", "--steps", "1", *extra],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot write to stdout: No space left on device\nhint: ")
+    assert len(done.stderr.splitlines()) == 2
+
+
 def test_a_terminal_that_knows_only_ascii_still_gets_the_help(bubblescope: Runner) -> None:
     done = bubblescope("--help", env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr

@@ -98,6 +98,17 @@ def test_what_nobody_can_tell_from_the_run_is_said(recording: Path, bubblescope:
     assert "not predicted: Replace a slow node, because a slow GPU can only be told" in " ".join(done.stdout.split())
 
 
+def test_the_number_of_the_run_is_no_change_and_fewer_micro_batches_are_not_more(
+    recording: Path, bubblescope: Runner
+) -> None:
+    done = bubblescope("whatif", str(recording), "--microbatches", "8", "--microbatches", "1", "--json", "-")
+    data = json.loads(done.stdout)
+    assert [c["detail"]["microbatches"] for c in data["changes"]] == [1]
+    assert data["refused"] == [{"action": "Run 8 micro-batches per step", "why": "that is the number of this run"}]
+    assert data["changes"][0]["action"].startswith("Run 1 micro-batch per step instead of 8")
+    assert "shrinks from 8 to 1 micro-batch;" in data["changes"][0]["assumptions"][0]
+
+
 def test_a_run_without_a_bubble_gets_a_plain_sentence(tmp_path: Path, bubblescope: Runner) -> None:
     job = Job("1F1B", stages=2, microbatches=2048, steps=1, optimizer=1)
     folder = write_recording(tmp_path / "busy", job, constant(10, 20))
