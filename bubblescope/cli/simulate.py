@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bubblescope.cli.output import json_option, results, write_json, write_text
-from bubblescope.errors import UsageError
+from bubblescope.cli.output import counted, json_option, results, write_json, write_text
+from bubblescope.errors import InputError, ScheduleError, UsageError
 from bubblescope.model.kinds import SHORT
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from bubblescope.replay.engine import Simulation
     from bubblescope.replay.schedules import Schedule
+
+MOST_OPERATIONS = 5_000_000
+"""What a replay takes: about a kilobyte and five microseconds each."""
 
 EPILOG = """\b
 Examples:
@@ -73,6 +76,8 @@ def simulate(
 
     F, I and W are times of one operation on one chunk; every figure comes back in the same unit.
     """
+    import numpy as np
+
     from bubblescope.replay import engine
     from bubblescope.replay.schedule_csv import to_csv
 
@@ -80,7 +85,9 @@ def simulate(
         raise UsageError("--json - and --write-csv - both want stdout", hint="write one of them to a file")
     chosen = _chosen(schedule, schedule_csv, stages, microbatches, chunks)
     scale = _factors(scale_per_stage)
-    sim = engine.simulate(chosen, forward, input_grad, weight_grad, comm, scale_per_stage=scale)
+    with np.errstate(all="ignore"):
+        sim = engine.simulate(chosen, forward, input_grad, weight_grad, comm, scale_per_stage=scale)
+    _check_finite(sim)
     if write_csv:
         write_text(to_csv(chosen), write_csv)
     if json_to:
@@ -98,8 +105,7 @@ def _chosen(
     name: str | None, csv: str | None, stages: int | None, microbatches: int | None, chunks: int | None
 ) -> Schedule:
     """The `Schedule` that the options describe. Raises UsageError where they contradict each other."""
-    from bubblescope.replay.schedule_csv import load_csv
-    from bubblescope.replay.schedules import canonical, make
+    from bubblescope.replay.schedules import canonical
 
     wanted = canonical(name) if name else None
     if csv is None:
@@ -109,8 +115,8 @@ def _chosen(
             )
         if stages is None or microbatches is None:
             raise UsageError(f"{wanted} needs --stages and --microbatches")
-        return make(wanted, stages, microbatches, chunks)
-    loaded = load_csv(csv)
+        return _made(wanted, stages, microbatches, chunks)
+    loaded = _loaded(csv)
     if wanted not in (None, "custom", loaded.name):
         raise UsageError(
             f"the order is {loaded.name}, not {wanted}", where=csv, hint="leave --schedule out, or say custom"
@@ -121,6 +127,50 @@ def _chosen(
         if value is not None and value != found:
             raise UsageError(f"the order has {found} {what}, --{what} says {value}", where=csv)
     return loaded
+
+
+def _made(name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    """As `schedules.make`; numbers that do not go together are the options' fault, and so UsageErrors."""
+    from bubblescope.replay.schedules import check_numbers, default_chunks, make
+
+    v = default_chunks(name) if chunks is None else chunks
+    try:
+        check_numbers(name, stages, microbatches, v)
+        count = 2 * stages * microbatches * v
+        if count > MOST_OPERATIONS:
+            raise UsageError(
+                f"{stages} stages x {microbatches} micro-batches x {counted(v, 'chunk')} are at least {count:,} "
+                f"operations; a replay takes up to {MOST_OPERATIONS:,}",
+                hint="the ratios hardly change beyond some hundred micro-batches: simulate fewer",
+            )
+        return make(name, stages, microbatches, v)
+    except ScheduleError as error:
+        raise UsageError(error.what, hint=error.hint) from error
+
+
+def _loaded(csv: str) -> Schedule:
+    """As `schedule_csv.load_csv`; every error says what to do."""
+    from bubblescope.replay.schedule_csv import load_csv
+
+    try:
+        return load_csv(csv)
+    except InputError as error:
+        if error.hint:
+            raise
+        hint = "one row per GPU, each operation once, cells such as 0F0,0F1,0B0"
+        if isinstance(error.__cause__, OSError):
+            hint = "check the path; `bubblescope simulate --write-csv FILE` writes such a file"
+        elif isinstance(error.__cause__, UnicodeDecodeError):
+            hint = "save it as UTF-8 text; " + hint
+        raise type(error)(error.what, hint=hint, where=error.where) from error
+
+
+def _check_finite(sim: Simulation) -> None:
+    figures = (sim.makespan, *sim.busy, *sim.idle, sim.fraction, sim.over_ideal, sim.own_span_rate, sim.straggler_waste)
+    if not all(math.isfinite(x) for x in figures):
+        raise UsageError(
+            "with these times the step is too long, or too short, to be counted", hint="give them in another unit"
+        )
 
 
 def _factors(text: str | None) -> list[float] | None:
@@ -165,8 +215,8 @@ def as_json(schedule: Schedule, sim: Simulation) -> dict[str, Any]:
 def summary_lines(schedule: Schedule, sim: Simulation) -> list[str]:
     """The words above the table."""
     return [
-        f"{schedule.name}: {schedule.stages} GPUs, {schedule.chunks} chunk(s) each, "
-        f"{schedule.microbatches} micro-batches",
+        f"{schedule.name}: {counted(schedule.stages, 'GPU')}, {counted(schedule.chunks, 'chunk')} each, "
+        f"{counted(schedule.microbatches, 'micro-batch', 'micro-batches')}",
         f"makespan         {sim.makespan:.6g}   busy {float(sim.busy.mean()):.6g} per GPU on average",
         f"fraction         {sim.fraction:.4f}   idle / makespan",
         f"over_ideal       {sim.over_ideal:.4f}   idle / busy",

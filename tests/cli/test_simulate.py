@@ -72,7 +72,11 @@ def test_scale_and_comm_reach_the_replay(capsys: pytest.CaptureFixture[str]) -> 
         ([*ONE_F, "--scale-per-stage", "1,x"], 2, "not a list of numbers"),
         ([*ONE_F, "--scale-per-stage", "1,2"], 2, "has 2 factors"),
         ([*ONE_F, "--forward", "-1"], 2, "forward time"),
-        ([*ONE_F, "--chunks", "2"], 3, "exactly 1 chunk"),
+        ([*ONE_F, "--chunks", "2"], 2, "exactly 1 chunk"),
+        ([*ONE_F, "--stages", "0"], 2, "at least one stage"),
+        ([*ONE_F, "--schedule", "ZBVZeroBubble", "--chunks", "3"], 2, "exactly 2 chunk"),
+        ([*ONE_F, "--stages", "100000", "--microbatches", "100000"], 2, "20,000,000,000 operations"),
+        ([*ONE_F, "--forward", "1e308", "--json", "-"], 2, "too long, or too short"),
         ([*ONE_F, "--schedule-csv", "nowhere.csv"], 3, "nowhere.csv"),
         ([*ONE_F, "--json", "-", "--write-csv", "-"], 2, "both want stdout"),
     ],
@@ -96,6 +100,24 @@ def test_a_deadlocking_order_is_refused_with_its_cycle_and_file(
     assert "deadlocks: " in err
     assert "→ 0F1 →" in err or "→ 1F1 →" in err
     assert "bad.csv" in err
+
+
+def test_one_of_each_is_said_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--schedule", "1F1B", "--stages", "1", "--microbatches", "1", *UNIT]) == 0
+    assert capsys.readouterr().out.startswith("1F1B: 1 GPU, 1 chunk each, 1 micro-batch\n")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff0F0", b"0F0,0F0,0B0", b"", b"0F0;0F1", b"(0F0;0F1;0B0)OVERLAP_F_B"])
+def test_every_unusable_order_is_exit_3_with_a_hint(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    csv = tmp_path / "order.csv"
+    if content is not None:
+        csv.write_bytes(content)
+    assert run(["simulate", "--schedule-csv", str(csv), *UNIT]) == 3
+    err = capsys.readouterr().err
+    assert "order.csv" in err
+    assert "\nhint: " in err
 
 
 def test_numbers_that_contradict_the_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
