@@ -148,8 +148,9 @@ def _shape(path: str) -> str:
 def _choose(claims: dict[str, list[str]], found: list[discover.Found]) -> Format:
     if not claims:
         raise InputError(
-            f"no readable trace or recording among {len(found)} paths",
-            hint=f"formats: {', '.join(FORMATS)}; see 'bubblescope analyze --help'",
+            "no readable trace or recording here",
+            hint="looked for a recording (rank-00000.jsonl …) here, in recording/ and in each folder, and for traces "
+            f"(.json, .json.gz, .sqlite …) at any depth; formats: {', '.join(FORMATS)}",
             where=found[0].unit,
         )
     if len(claims) == 1:

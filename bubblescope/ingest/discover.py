@@ -40,6 +40,8 @@ def expand(paths: Sequence[str]) -> list[Found]:
 
 def _expand_local(path: str) -> list[Found]:
     given = Path(path).expanduser()
+    if given.is_dir():
+        return _expand_folder(given)
     if given.exists():
         return [Found(str(given), given=True)]
     matches = sorted(glob.glob(str(given), recursive=True)) if glob.has_magic(path) else []  # noqa: PTH207
@@ -50,6 +52,42 @@ def _expand_local(path: str) -> list[Found]:
             where=str(given.parent),
         )
     return [Found(m, given=True) for m in matches]
+
+
+def _expand_folder(folder: Path) -> list[Found]:
+    """The folder itself, or the recording that is meant by it: renamed files in it, ``recording/`` in it, or the one
+    folder in it that is a recording. Raises InputError where several are."""
+    from bubblescope.ingest import recording
+
+    if recording.can_read(folder) or _holds_traces(folder):
+        return [Found(str(folder), given=True)]
+    if renamed := [p for p in _entries(folder) if p.suffix == ".jsonl" and recording.can_read(p)]:
+        return [Found(str(p), given=False) for p in renamed]
+    inside = [p for p in _entries(folder) if p.is_dir() and recording.can_read(p)]
+    chosen = [p for p in inside if p.name == "recording"] or inside
+    if len(chosen) > 1:
+        listed = ", ".join(p.name for p in chosen[:8]) + (f" and {len(chosen) - 8} more" if len(chosen) > 8 else "")
+        raise InputError(
+            f"there are {len(chosen)} recordings in this folder: {listed}",
+            hint=f"name one of them, for example {chosen[-1]}",
+            where=str(folder),
+        )
+    return [Found(str(p), given=True) for p in chosen or [folder]]
+
+
+def _holds_traces(folder: Path) -> bool:
+    """Whether a file directly in `folder` is one that a reader takes."""
+    from bubblescope.ingest import FORMATS
+
+    readers = [f.load() for f in FORMATS.values() if f.files]
+    return any(m.looks_like(p.name) and m.can_read(p) for p in _entries(folder) if p.is_file() for m in readers)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir(), key=lambda p: _natural(str(p)))
+    except OSError:
+        return []
 
 
 def _expand_url(path: str) -> list[Found]:

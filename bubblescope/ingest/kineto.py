@@ -79,7 +79,29 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
         partcache.prune()
     if not parts:
         raise errors[0] if errors else InputError("no trace files were given")
-    return merge(_with_ranks(parts, notices), notices, "kineto")
+    parts = _with_ranks(parts, notices)
+    if not any(part.timing for part in parts):
+        _refuse_damaged(parts)
+    return merge(parts, notices, "kineto")
+
+
+def _refuse_damaged(parts: list[Part]) -> None:
+    """Raise InputError where files without a GPU event are damaged: what was lost may well have been those events."""
+    for part in parts:
+        said = {notice.code: notice.message for notice in part.notices}
+        packed = f" ({said['file-truncated']})" if "file-truncated" in said else ""
+        if "trace-truncated" in said or packed:
+            end = said.get("trace-truncated", f"its {part.events} complete events are used")
+            what = f"the file is cut{packed}: {end.removeprefix('the file ends early; ')}"
+        elif "events-skipped" in said:
+            what = f"the file is damaged, cut, or nested too deep: {said['events-skipped']}"
+        else:
+            continue
+        raise InputError(
+            f"{what}; no GPU event is among them",
+            hint="copy it again from where it was recorded, or record again and let the profiler finish writing",
+            where=part.path,
+        )
 
 
 def read_part(path: str, options: ReadOptions = DEFAULT) -> Part:

@@ -355,17 +355,24 @@ def _range_problem(line: _Step) -> str:
 
 
 def _one_job(files: list[_File], notices: list[Notice]) -> list[_File]:
-    """The newest job, when a folder holds several (a restart, or a second run into the same folder)."""
+    """The job with most ranks, of equal ones the newest, when a folder holds several (a restart, a second run into
+    the same folder, a file that strayed in)."""
     jobs: dict[str, list[_File]] = defaultdict(list)
     for file in files:
         jobs[file.header.job].append(file)
     if len(jobs) < 2:
         return files
-    newest = max(jobs.values(), key=lambda group: max(f.header.clock[1] for f in group))
-    left = sorted(f.path.name for group in jobs.values() if group is not newest for f in group)
-    message = f"{len(jobs)} jobs recorded here; only the newest is read, {len(left)} files are left out: "
+    newest = max(jobs.values(), key=_began)
+    chosen = max(jobs.values(), key=lambda group: (len({f.rank for f in group}), _began(group)))
+    left = sorted(f.path.name for group in jobs.values() if group is not chosen for f in group)
+    which = "the newest" if chosen is newest else f"the one with most ranks ({len({f.rank for f in chosen})})"
+    message = f"{len(jobs)} jobs recorded here; only {which} is read, {len(left)} files are left out: "
     notices.append(Notice("several-jobs", message + ", ".join(left[:4]), str(files[0].path.parent)))
-    return newest
+    return chosen
+
+
+def _began(group: list[_File]) -> int:
+    return max(file.header.clock[1] for file in group)
 
 
 def _one_per_rank(files: list[_File], notices: list[Notice]) -> list[_File]:

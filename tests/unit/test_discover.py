@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from bubblescope.errors import InputError, UsageError
 from bubblescope.ingest import read
 from tests.support.kineto_gen import Shape, Style, dumps, simulate, traces, write
+from tests.support.small_recording import write_recording
+from tests.support.synthetic import Job, constant
 
 SMALL = Shape(microbatches=4, kernels=(1, 1))
 
@@ -79,6 +83,77 @@ def test_what_is_not_there_is_said(tmp_path: Path, what: str) -> None:
 def test_an_empty_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no readable trace"):
         read(tmp_path)
+
+
+RECORDING = Job(steps=2)
+
+
+def recording(folder: Path) -> Path:
+    return write_recording(folder, RECORDING, constant(10, 20))
+
+
+@pytest.mark.parametrize("inside", ["recording", "only"])
+def test_a_recording_one_folder_down_is_what_is_meant(tmp_path: Path, inside: str) -> None:
+    recording(tmp_path / inside)
+    (tmp_path / "report.json").write_text('{"schema_version": 1}')
+    assert read(tmp_path).ranks == [0, 1, 2, 3]
+
+
+def test_several_recordings_are_listed_and_none_is_chosen(tmp_path: Path) -> None:
+    for name in ("monday", "tuesday"):
+        recording(tmp_path / name)
+    with pytest.raises(InputError, match="2 recordings in this folder: monday, tuesday") as caught:
+        read(tmp_path)
+    assert "tuesday" in caught.value.hint
+
+
+def test_rank_files_that_were_renamed_are_read_in_a_folder_as_they_are_one_by_one(tmp_path: Path) -> None:
+    for i, path in enumerate(sorted(recording(tmp_path).glob("rank-*.jsonl"))):
+        lines = [json.dumps(json.loads(line), separators=(",", ":")) for line in path.read_text().splitlines()]
+        (tmp_path / f"foo{i}.jsonl").write_text("\n".join(lines) + "\n")
+        path.unlink()
+    (tmp_path / "other.jsonl").write_text('{"loss": 1}\n')
+    assert read(tmp_path).ranks == [0, 1, 2, 3]
+
+
+def test_traces_beside_a_folder_with_a_recording_are_still_what_is_read(
+    tmp_path: Path, documents: dict[int, dict[str, object]]
+) -> None:
+    write(tmp_path, documents)
+    recording(tmp_path / "recording")
+    assert read(tmp_path).source.format == "kineto"
+
+
+def test_a_stray_file_of_a_newer_run_does_not_hide_a_complete_one(tmp_path: Path) -> None:
+    recording(tmp_path)
+    stray = (tmp_path / "rank-00000.jsonl").read_text().splitlines(keepends=True)
+    first = json.loads(stray[0])
+    first |= {"job": "another", "clock": [first["clock"][0], first["clock"][1] + 10**12]}
+    (tmp_path / "rank-00001.77.jsonl").write_text(json.dumps(first, separators=(",", ":")) + "\n" + "".join(stray[1:]))
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 2, 3]
+    (notice,) = [n for n in run.notices if n.code == "several-jobs"]
+    assert "most ranks (4)" in notice.message
+    assert "rank-00001.77.jsonl" in notice.message
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_cut_before_its_first_kernel_is_said_to_be_cut(
+    tmp_path: Path, packed: bool, documents: dict[int, dict[str, object]]
+) -> None:
+    text = dumps(documents[0]).encode()
+    path = tmp_path / ("rank0.json.gz" if packed else "rank0.json")
+    cut = text[: text.index(b'"kernel"') - 20]
+    path.write_bytes(gzip.compress(cut)[:-8] if packed else cut)
+    with pytest.raises(InputError, match=r"the file is cut.* \d+ complete events .* no GPU event is among them"):
+        read(path)
+
+
+def test_a_file_that_is_nested_too_deep_is_said_to_be_so(tmp_path: Path) -> None:
+    deep = 100_000 * '{"a":' + "1" + 100_000 * "}"
+    (tmp_path / "rank0.json").write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "args": ' + deep + "}]}")
+    with pytest.raises(InputError, match="nested too deep: 1 unreadable"):
+        read(tmp_path / "rank0.json")
 
 
 def test_a_file_that_is_no_trace_says_why(tmp_path: Path) -> None:
