@@ -62,7 +62,7 @@ def read(
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
         raise UsageError("no path was given")
-    found = discover.expand([str(p) for p in given])
+    found = discover.expand([str(p) for p in given], recordings=format in ("auto", "recording"))
     candidates = _candidates(format)
     claims = _claims(candidates, found)
     if not claims:

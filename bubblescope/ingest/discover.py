@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -26,21 +26,21 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def expand(paths: Sequence[str]) -> list[Found]:
+def expand(paths: Sequence[str], recordings: bool = True) -> list[Found]:
     """Every file and folder that the user's words mean, in a stable order, each once.
 
-    Raises InputError for a word that means nothing.
+    recordings: whether a folder may stand for a recording in it. Raises InputError for a word that means nothing.
     """
     out: dict[str, Found] = {}
     for path in paths:
-        for found in _expand_url(path) if is_url(path) else _expand_local(path):
+        for found in _expand_url(path) if is_url(path) else _expand_local(path, recordings):
             out.setdefault(found.unit, found)
     return list(out.values())
 
 
-def _expand_local(path: str) -> list[Found]:
+def _expand_local(path: str, recordings: bool) -> list[Found]:
     given = Path(path).expanduser()
-    if given.is_dir():
+    if recordings and given.is_dir():
         return _expand_folder(given)
     if given.exists():
         return [Found(str(given), given=True)]
@@ -59,12 +59,14 @@ def _expand_folder(folder: Path) -> list[Found]:
     folder in it that is a recording. Raises InputError where several are."""
     from bubblescope.ingest import recording
 
-    if recording.can_read(folder) or _holds_traces(folder):
+    if recording.can_read(folder) or _holds_traces(map(str, _entries(folder))):
         return [Found(str(folder), given=True)]
     if renamed := [p for p in _entries(folder) if p.suffix == ".jsonl" and recording.can_read(p)]:
         return [Found(str(p), given=False) for p in renamed]
     inside = [p for p in _entries(folder) if p.is_dir() and recording.can_read(p)]
     chosen = [p for p in inside if p.name == "recording"] or inside
+    if len(chosen) > 1 and _holds_traces(files_below(str(folder), lambda name: True)):
+        chosen = []
     if len(chosen) > 1:
         listed = ", ".join(p.name for p in chosen[:8]) + (f" and {len(chosen) - 8} more" if len(chosen) > 8 else "")
         raise InputError(
@@ -75,12 +77,12 @@ def _expand_folder(folder: Path) -> list[Found]:
     return [Found(str(p), given=True) for p in chosen or [folder]]
 
 
-def _holds_traces(folder: Path) -> bool:
-    """Whether a file directly in `folder` is one that a reader takes."""
+def _holds_traces(paths: Iterable[str]) -> bool:
+    """Whether one of these files is a trace that a reader takes."""
     from bubblescope.ingest import FORMATS
 
     readers = [f.load() for f in FORMATS.values() if f.files]
-    return any(m.looks_like(p.name) and m.can_read(p) for p in _entries(folder) if p.is_file() for m in readers)
+    return any(m.looks_like(path) and m.can_read(Path(path)) for path in paths for m in readers)
 
 
 def _entries(folder: Path) -> list[Path]:

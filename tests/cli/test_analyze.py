@@ -112,9 +112,9 @@ def test_a_bubble_that_could_not_be_measured_does_not_pass_the_limit() -> None:
         command.check_threshold(report, 0.9)
 
 
-def test_one_job_reads_in_this_process_and_several_in_a_pool() -> None:
-    with command.reading_pool("local", None, None) as none:
-        assert none is None
+def test_one_job_or_little_to_read_stays_in_this_process_and_several_jobs_are_a_pool() -> None:
+    with command.reading_pool("local", None, None) as little:
+        assert little is None or not little.worth_it([1 << 10, 1 << 10])
     with command.reading_pool("local", None, 1) as one:
         assert one is None
     with command.reading_pool("local", None, 2) as pool:

@@ -99,6 +99,15 @@ def test_a_recording_one_folder_down_is_what_is_meant(tmp_path: Path, inside: st
     assert read(tmp_path).ranks == [0, 1, 2, 3]
 
 
+def test_a_format_that_is_named_is_looked_for_past_a_recording(
+    tmp_path: Path, documents: dict[int, dict[str, object]]
+) -> None:
+    recording(tmp_path / "recording")
+    write(tmp_path / "traces", documents)
+    assert read(tmp_path).source.format == "recording"
+    assert read(tmp_path, format="kineto").source.format == "kineto"
+
+
 def test_several_recordings_are_listed_and_none_is_chosen(tmp_path: Path) -> None:
     for name in ("monday", "tuesday"):
         recording(tmp_path / name)
