@@ -233,7 +233,10 @@ def test_device_times_are_put_on_the_host_clock_with_their_drift(tmp_path: Path)
 def test_evaluation_rows_have_no_step(tmp_path: Path) -> None:
     write(tmp_path, 0, header(), layout(), STEP0, step(-1, [{"start_ns": 80, "end_ns": 90}], eval=True), end())
     run = recording.read(tmp_path)
-    assert run.spans.step.tolist() == [0, 0, -1]
+    # The evaluation's own row is evidence only; one busy row covers it.
+    assert run.spans.step.tolist() == [0, 0, -1, -1]
+    assert run.spans.device.tolist() == [0, 0, -1, 0]
+    assert run.names[run.spans.name[3]] == "evaluation"
     assert run.source.details["evaluations"] == 1
 
 
