@@ -2,7 +2,9 @@
 
 Evidence, strongest first: ranges (already labelled), autograd's engine around the launch, and the messages: what
 comes after an activation has arrived and before one is sent is a forward, what comes after a gradient has arrived
-and before one is sent is a backward. The k-th activation and the k-th forward of a step are micro-batch k.
+and before one is sent is a backward. The k-th activation and the k-th forward of a step are micro-batch k. Which
+forward a backward belongs to is read from autograd's sequence numbers; without them backwards are taken to run in the
+order of the forwards, and that is said.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.algebra import intervals
+from bubblescope.label import sequence
 from bubblescope.label.evidence import (
     OPTIMIZER_KERNEL,
     Int,
@@ -166,6 +169,9 @@ class _Labeller:
     habits: _Habits = field(default_factory=_Habits)
     own: dict[int, _Habits] = field(default_factory=dict)
     uncertain: set[tuple[int, int]] = field(default_factory=set)
+    paired: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    assumed: set[tuple[int, int]] = field(default_factory=set)
     messages: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
 
     @classmethod
@@ -322,6 +328,7 @@ class _Labeller:
             operations = per_step.setdefault((segment.rank, segment.step), [])
             operations.extend(self._operations(segment))
         expected = self._microbatches(per_step)
+        self.paired = self._pairs(per_step)
         for (rank, step), operations in per_step.items():
             self._number(rank, step, operations, expected)
 
@@ -394,34 +401,81 @@ class _Labeller:
         )
         return max(counts, key=lambda c: (counts[c], c)) if counts else 0
 
+    def _pairs(self, per_step: dict[tuple[int, int], list[tuple[int, Int]]]) -> dict[tuple[int, int], list[int]]:
+        """(rank, step) -> the micro-batch of each backward in turn, where sequence numbers tell it.
+
+        Gradients arrive in the order in which they were sent: where all ranks of a pipeline that tell an order tell
+        the same, it is that of the others too.
+        """
+        numbers = sequence.Numbers.of(self.run, self.at)
+        own: dict[tuple[int, int], list[int]] = {}
+        orders: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+        for (rank, step), operations in per_step.items():
+            forwards, backwards = ([rows for sense, rows in operations if sense == s and len(rows)] for s in (F, B))
+            found = sequence.pair(numbers, forwards, backwards)
+            if found is not None:
+                own[rank, step] = found
+                orders.setdefault((self._replica(rank), step), set()).add(tuple(found))
+        for rank, step in per_step.keys() - own.keys():
+            known = orders.get((self._replica(rank), step), set())
+            if len(known) == 1:
+                own[rank, step] = list(next(iter(known)))
+                self.taken.add((rank, step))
+        return own
+
+    def _replica(self, rank: int) -> int:
+        return int(self.run.layout.replica[self.run.layout.index_of(rank)])
+
     def _number(self, rank: int, step: int, operations: list[tuple[int, Int]], expected: int) -> None:
         stage = stage_of_rank(self.run, rank)
         count = Counter(sense for sense, rows in operations if len(rows))
         sure = count[F] == count[B] == expected
         if not sure:
             self.uncertain.add((rank, step))
+        order = self._order_of_backwards(rank, step, expected) if sure else None
         done: Counter[int] = Counter()
         for sense, rows in operations:
             if sense == 0 or len(rows) == 0:
                 continue
             self.kind[rows] = Kind.FORWARD if sense == F else Kind.BACKWARD
             self.stage[rows] = stage
-            self.microbatch[rows] = done[sense] if sure else -1
+            self.microbatch[rows] = -1 if order is None else done[F] if sense == F else order[done[B]]
             done[sense] += 1
-        self._number_messages(rank, step, stage, sure)
+        self._number_messages(rank, step, stage, order)
 
-    def _number_messages(self, rank: int, step: int, stage: int, sure: bool) -> None:
-        """The k-th activation that a rank sends in a step is micro-batch k; so for the other three streams."""
+    def _order_of_backwards(self, rank: int, step: int, count: int) -> list[int]:
+        """The micro-batch of each backward in turn: as paired, else as the forwards ran."""
+        found = self.paired.get((rank, step), [])
+        if len(found) == count:
+            return found
+        self.assumed.add((rank, step))
+        return list(range(count))
+
+    def _number_messages(self, rank: int, step: int, stage: int, order: list[int] | None) -> None:
+        """The k-th activation that a rank sends or receives in a step is micro-batch k, the k-th gradient is its k-th
+        backward's; `order`: the micro-batches of the backwards, None when nothing is numbered."""
         spans = self.run.spans
         done: Counter[tuple[int, int]] = Counter()
         for row, sense in sorted(self.messages.get((rank, step), []), key=lambda m: int(self.at[m[0]])):
             stream = (int(spans.kind[row]), sense)
             self.stage[row] = stage
-            self.microbatch[row] = done[stream] if sure else -1
+            k = done[stream]
+            self.microbatch[row] = -1 if order is None else order[k] if sense == B and k < len(order) else k
             done[stream] += 1
             if self.peer[row] < 0:
                 sends = stream[0] == Kind.SEND
                 self.peer[row] = rank_of_stage(self.run, rank, stage + (1 if sends == (sense == F) else -1))
+
+    def _how_numbered(self) -> str:
+        how = "P2P boundaries, counted per step"
+        numbered = {(s.rank, s.step) for s in self.segments} - self.uncertain
+        read, taken = len(numbered - self.assumed), len((numbered & self.taken) - self.assumed)
+        if read:
+            how += f"; backwards by autograd sequence numbers in {read} of {len(numbered)} (rank, step) pairs"
+            how += f", {taken} of them by those of another rank of the pipeline" if taken else ""
+        if numbered & self.assumed:
+            how += f"; {'other ' if read else ''}backwards assumed to run in the order of the forwards"
+        return how
 
     def result(self) -> Run:
         if not self.segments:
@@ -431,7 +485,7 @@ class _Labeller:
         how = "direction of the messages around the kernels"
         if (self.sense < 0).any():
             how += ", autograd engine calls"
-        inferred = {**run.layout.inferred, "kinds": how, "microbatch": "P2P boundaries, counted per step"}
+        inferred = {**run.layout.inferred, "kinds": how, "microbatch": self._how_numbered()}
         run = replace(run, layout=replace(run.layout, inferred=inferred))
         steps = sorted({step for _, step in self.uncertain})
         if not steps:

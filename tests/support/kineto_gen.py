@@ -23,7 +23,8 @@ Json = dict[str, Any]
 @dataclass(frozen=True)
 class Shape:
     """One job. Times in ns; `scale` multiplies F and B of each rank; `kernels`: (in an F, in a B). schedule: a name of
-    CONTRACT.md; where it has several stages on a rank, `chunks` says how many. I and W are half a B each."""
+    CONTRACT.md; where it has several stages on a rank, `chunks` says how many. I and W are half a B each. reversed:
+    the backwards of a GPipe run from the last micro-batch to the first."""
 
     stages: int = 4
     microbatches: int = 8
@@ -41,6 +42,7 @@ class Shape:
     bytes: int = 8 << 20
     gap_ns: int = 200_000
     start_ns: int = 5_000_000
+    reversed: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,10 @@ def order_of(shape: Shape, rank: int) -> list[tuple[str, int, int]]:
     """The operations (kind, stage, micro-batch) of `rank` in the order it runs them."""
     chunks = shape.chunks if shape.chunks > 1 else None
     order = generate(shape.schedule, shape.stages, shape.microbatches, chunks)[rank]
-    return [(SHORT[a.kind], a.stage, a.microbatch) for a in order]
+    ops = [(SHORT[a.kind], a.stage, a.microbatch) for a in order]
+    if not shape.reversed:
+        return ops
+    return [(kind, stage, i if kind == "F" else shape.microbatches - 1 - i) for kind, stage, i in ops]
 
 
 def simulate(shape: Shape) -> Truth:
@@ -168,7 +173,8 @@ class Style:
     """How the trace looks. clock_ns: {rank: (offset, drift)} as its host stamps it; base_ns per rank;
     launches: with cuda_runtime launches, so that host order is known; ranges: "" (only ProfilerStep), "torch"
     (``Forward i``), "runtime" (``PP:0F3``), "zero bubble" (``F3.0.0``) or a pattern with kind, stage, chunk and
-    microbatch; autograd: backward launches inside autograd engine calls; metadata: NCCL arguments on the kernels;
+    microbatch; autograd: backward launches inside autograd engine calls; sequence: every launch inside an operator
+    with its sequence number, on `sequence_ranks` or all; metadata: NCCL arguments on the kernels;
     per_direction: gradients have a communicator of their own; host: the name of every rank's host, "" none."""
 
     clock_ns: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -186,6 +192,8 @@ class Style:
     compact: bool = False
     per_direction: bool = False
     optimizer_range: bool = False
+    sequence: bool = False
+    sequence_ranks: tuple[int, ...] | None = None
 
 
 def traces(truth: Truth, style: Style = Style()) -> dict[int, Json]:
@@ -304,11 +312,14 @@ class _Rank:
         at = op.start_ns - 2_000 - 100 * count
         backward = op.kind in "BIW"
         thread = self.pid + (1 if self.style.autograd and backward else 0)
+        numbered = self.style.sequence and self.rank in (self.style.sequence_ranks or (self.rank,))
         for i in range(count):
             self.add(
                 "cuda_runtime", "cudaLaunchKernel", at + 100 * i, at + 100 * i + 80, thread, {"correlation": first + i}
             )
-        if self.style.autograd and backward:
+        if numbered and op.kind != "O":
+            self._operators(op, at, count, thread)
+        elif self.style.autograd and backward:
             args = {"Sequence number": op.microbatch, "Fwd thread id": 1}
             name = "autograd::engine::evaluate_function: AddmmBackward0"
             self.add("cpu_op", name, at - 50, at + 100 * count + 50, thread, args)
@@ -317,6 +328,17 @@ class _Rank:
             self.add("user_annotation", name, at - 100, at + 100 * count + 100, self.pid)
         if op.kind == "O" and self.style.optimizer_range:
             self.add("user_annotation", "Optimizer.step#AdamW.step", at - 100, at + 100 * count + 100, self.pid)
+
+    def _operators(self, op: Op, at: int, count: int, thread: int) -> None:
+        """An operator around each launch. The last one of a forward makes no node: its number is the next one's."""
+        shape = self.truth.shape
+        nodes = max(1, shape.kernels[0] - 1)
+        base = 100 + (op.step * shape.microbatches + op.microbatch) * nodes
+        for i in range(count):
+            k = base + i if op.kind == "F" else base + nodes - 1 - i * nodes // count
+            args = {"Sequence number": k, "Fwd thread id": 0 if op.kind == "F" else 1}
+            name = "aten::linear" if op.kind == "F" else "autograd::engine::evaluate_function: AddmmBackward0"
+            self.add("cpu_op", name, at + 100 * i - 10, at + 100 * i + 90, thread, args)
 
     def _message(self, message: Message) -> None:
         sends = message.source == self.stage

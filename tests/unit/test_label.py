@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from bubblescope.ingest import read
 from bubblescope.label import LABELS, label
 from bubblescope.label.schedule import operations
+from bubblescope.label.sequence import Numbers, pair
 from bubblescope.label.torch_pipelining import parse
 from bubblescope.model import Kind, Lane, Layout, Names, Run, Source, SpanBuilder
 from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
@@ -70,9 +72,49 @@ def test_few_microbatches_are_numbered_too(tmp_path: Path, microbatches: int) ->
     assert run.layout.microbatches == microbatches
 
 
-def test_messages_carry_the_microbatch_that_they_move(tmp_path: Path) -> None:
-    truth = simulate(Shape())
-    s = labelled(tmp_path, truth).spans
+REVERSED = Shape(schedule="GPipe", reversed=True, steps=2)
+NUMBERED = Style(launches=True, autograd=True, sequence=True)
+
+
+@pytest.mark.parametrize("kernels", [(4, 7), (1, 1), (3, 2)])
+def test_backwards_in_reverse_order_are_numbered_by_sequence_numbers(tmp_path: Path, kernels: tuple[int, int]) -> None:
+    truth = simulate(replace(REVERSED, kernels=kernels))
+    run = labelled(tmp_path, truth, NUMBERED)
+    assert wrong_kernels(run, truth) == 0
+    assert run.layout.inferred["microbatch"].endswith(
+        "backwards by autograd sequence numbers in 8 of 8 (rank, step) pairs"
+    )
+    assert (run.layout.schedule, run.layout.microbatches) == ("GPipe", 8)
+
+
+def test_an_order_seen_on_one_rank_is_that_of_its_pipeline(tmp_path: Path) -> None:
+    truth = simulate(REVERSED)
+    run = labelled(tmp_path, truth, replace(NUMBERED, sequence_ranks=(2,)))
+    assert wrong_kernels(run, truth) == 0
+    assert "in 8 of 8 (rank, step) pairs, 6 of them by those of another rank" in run.layout.inferred["microbatch"]
+
+
+@pytest.mark.parametrize("style", [Style(), Style(launches=True, autograd=True)], ids=["bare", "autograd"])
+def test_without_sequence_numbers_the_order_of_backwards_is_said_to_be_assumed(tmp_path: Path, style: Style) -> None:
+    run = labelled(tmp_path, simulate(REVERSED), style)
+    assert run.layout.inferred["microbatch"].endswith("; backwards assumed to run in the order of the forwards")
+
+
+def test_sequence_numbers_that_pair_two_backwards_with_one_forward_are_not_believed() -> None:
+    numbers = Numbers(np.array([10, 20, 11, 12, 21]), np.array([1, 1, 2, 2, 2]))
+    first, second, *rest = np.arange(5)[:, None]
+    assert pair(numbers, [first, second], [rest[2], rest[0]]) == [1, 0]
+    assert pair(numbers, [first, second], [rest[0], rest[1]]) is None
+    assert pair(numbers, [first, second], [np.array([2, 4]), rest[2]]) is None
+    assert pair(numbers, [second, first], [rest[2], rest[0]]) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "style"), [(Shape(), PLAIN), (REVERSED, NUMBERED)], ids=["in order", "gradients in reverse"]
+)
+def test_messages_carry_the_microbatch_that_they_move(tmp_path: Path, shape: Shape, style: Style) -> None:
+    truth = simulate(shape)
+    s = labelled(tmp_path, truth, style).spans
     for message in truth.messages:
         for rank, (start, _), kind in (
             (message.source, message.send, Kind.SEND),
@@ -183,18 +225,20 @@ def test_every_pass_takes_an_empty_run() -> None:
 # --- several pipelines of ranks whose messages name no peer ---------------------------------------------------
 
 
-def gloo_job(chains: list[list[int]], microbatches: int = 3) -> Run:
-    """GPipe on CPU ranks: posts and waits without peers, host operators between them."""
+def gloo_job(chains: list[list[int]], microbatches: int = 3, *, reversed_by_numbers: bool = False) -> Run:
+    """GPipe on CPU ranks: posts and waits without peers, host operators between them. reversed_by_numbers: the k-th
+    last forward and the k-th backward share a sequence number."""
     rows = SpanBuilder()
     for chain in chains:
         for stage, rank in enumerate(chain):
             first, last = stage == 0, stage == len(chain) - 1
             common, at = {"rank": rank, "step": 0, "device": 0}, 1000 * stage
             for name, inputs, outputs in ((1, not first, not last), (2, not last, not first)):
-                for _ in range(microbatches):
+                for k in range(microbatches):
+                    number = 10 + (k if name == 1 else microbatches - 1 - k) if reversed_by_numbers else -1
                     if inputs:
                         rows.add(**common, lane=Lane.POST, kind=Kind.RECV, start_ns=at, end_ns=at + 1)
-                    rows.add(**common, lane=Lane.COMPUTE, start_ns=at + 10, end_ns=at + 90, name=name)
+                    rows.add(**common, lane=Lane.COMPUTE, start_ns=at + 10, end_ns=at + 90, name=name, seq=number)
                     if outputs:
                         rows.add(**common, lane=Lane.POST, kind=Kind.SEND, start_ns=at + 91, end_ns=at + 92)
                     at += 100
@@ -214,6 +258,12 @@ def test_replicas_of_ranks_without_peers_are_pipelines_of_their_own(chains: list
     assert layout.stages == len(chains[0])
     assert layout.data_parallel == len(chains)
     assert layout.stage_rank == {(r, s): rank for r, chain in enumerate(chains) for s, rank in enumerate(chain)}
+
+
+def test_operators_of_a_cpu_rank_are_paired_by_their_own_numbers() -> None:
+    s = label(gloo_job([[0, 1]], reversed_by_numbers=True)).spans
+    backwards = np.flatnonzero((s.kind == Kind.BACKWARD) & (s.rank == 0))
+    assert s.microbatch[backwards[np.argsort(s.start_ns[backwards])]].tolist() == [2, 1, 0]
 
 
 def test_ranks_that_fit_no_order_stay_without_stages() -> None:
