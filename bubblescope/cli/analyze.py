@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -240,10 +241,23 @@ def make_report(
         return build(prepare(run), options)
 
 
+def _spare_inputs(report: Report, outputs: Outputs) -> None:
+    """Raise UsageError before a file that was read is written over: a recording cannot be made again."""
+    files = [*outputs.html_files, *outputs.json_files, outputs.markdown, outputs.perfetto]
+    wanted = {os.path.realpath(f): str(f) for f in files if f is not None and str(f) != "-"}
+    for read in report.run.source.files:
+        if os.path.realpath(read) in wanted:
+            raise UsageError(
+                f"the output {wanted[os.path.realpath(read)]} is one of the files that were read",
+                hint="write to another file",
+            )
+
+
 def deliver(report: Report, outputs: Outputs) -> None:
     """Write what was asked for, print the summary to stdout and the warnings to stderr."""
     from bubblescope.views import console, csv, html, json, markdown, parquet, perfetto, tensorboard
 
+    _spare_inputs(report, outputs)
     for page in outputs.html_files:
         with writing(page):
             page.parent.mkdir(parents=True, exist_ok=True)

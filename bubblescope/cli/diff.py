@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bubblescope.cli.output import (
+    FiniteRange,
     json_option,
     markdown_option,
     results,
@@ -45,7 +46,7 @@ Examples:
 @click.argument("after")
 @click.option(
     "--fail-if-worse",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     is_flag=False,
     flag_value=0.0,
     metavar="[FRACTION]",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bubblescope.cli.output import json_option, write_text
+from bubblescope.cli.output import FiniteRange, json_option, write_text
 from bubblescope.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Outputs:
 @click.option("--prometheus-port", type=click.IntRange(0, 65535), metavar="N", help="Serve /metrics there as well.")
 @click.option("--textfile", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the metrics for node_exporter, whole or not at all.")  # fmt: skip
-@click.option("--price-per-gpu-hour", "price", type=click.FloatRange(min=0), metavar="P",
+@click.option("--price-per-gpu-hour", "price", type=FiniteRange(min=0), metavar="P",
               help="Your price; without one there are hours and no money.")  # fmt: skip
 @click.option("--currency", default="USD", show_default=True, metavar="C", help="Name beside the money.")
 @click.option("--steps", type=click.IntRange(2, 1000), default=20, show_default=True, metavar="N",
@@ -56,9 +56,9 @@ class Outputs:
 @click.option("--token", envvar="BUBBLESCOPE_TOKEN", metavar="T", show_envvar=True,
               help="Ask for this token. The variable keeps it out of the list of processes.")  # fmt: skip
 @click.option("--label", "labels", multiple=True, metavar="NAME=VALUE", help="Label on every metric; may be repeated.")
-@click.option("--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, metavar="S",
+@click.option("--interval", type=FiniteRange(0.1, 3600), default=1.0, show_default=True, metavar="S",
               help="Seconds between looks at the files, at least.")  # fmt: skip
-@click.option("--patience", type=click.FloatRange(0.5, 86400), default=10.0, show_default=True, metavar="S",
+@click.option("--patience", type=FiniteRange(0.5, 86400), default=10.0, show_default=True, metavar="S",
               help="Seconds without a line after which a rank is silent (and five steps at least).")  # fmt: skip
 @click.option("--once", is_flag=True, help="Read what is there, write --textfile and --json, serve nothing.")
 @json_option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,15 @@ def test_a_real_trace_gives_a_result_or_a_reason_and_never_a_traceback(trace: st
         assert done.returncode == 3
         assert "\nhint: " in done.stderr
         assert trace in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--markdown", "--perfetto"])
+def test_an_output_never_overwrites_a_file_that_was_read(option: str, tmp_path: Path, bubblescope: Runner) -> None:
+    folder = tmp_path / "recording"
+    shutil.copytree(Path(__file__).parents[2] / "docs" / "examples" / "before", folder)
+    file = folder / "rank-00002.jsonl"
+    before = file.read_bytes()
+    done = bubblescope("analyze", str(folder), option, str(file))
+    assert done.returncode == 2
+    assert "one of the files that were read" in done.stderr
+    assert file.read_bytes() == before

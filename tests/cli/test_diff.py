@@ -73,3 +73,10 @@ def test_a_side_that_is_not_there_is_exit_3_with_its_name(runs: tuple[str, str],
     done = bubblescope("diff", runs[0], "nowhere")
     assert done.returncode == 3
     assert "nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-1"])
+def test_a_limit_that_is_no_limit_is_refused(limit: str, bubblescope: Runner) -> None:
+    examples = Path(__file__).parents[2] / "docs" / "examples"
+    done = bubblescope("diff", str(examples / "before"), str(examples / "after"), "--fail-if-worse", limit)
+    assert done.returncode == 2
