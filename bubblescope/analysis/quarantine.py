@@ -19,7 +19,8 @@ Int = NDArray[np.int64]
 
 FAR = 20.0
 """In step lengths (from the 10th to the 90th percentile of the rows' starts); a real step is rarely over 3 of them."""
-LEAST_NS = 1_000_000
+REACH_NS = 300_000_000_000
+"""A row must be at least this far off: a stalled machine or a checkpoint holds a step up for seconds or minutes."""
 
 
 def quarantine(run: Run) -> Run:
@@ -55,13 +56,13 @@ def quarantine(run: Run) -> Run:
 def _typical_length(start: Int, key: Int) -> float:
     """Median over the (rank, step) pairs of the middle 80 % of their starts."""
     spreads = [np.subtract(*np.quantile(start[rows], [0.9, 0.1])) for _, rows in rows_by(key) if len(rows) > 4]
-    return max(float(np.median(spreads)), LEAST_NS) if spreads else float("inf")
+    return float(np.median(spreads)) if spreads else float("inf")
 
 
 def _impossible(start: Int, end: Int, length: float) -> int:
     """How many rows lie far from the middle of their step."""
     middle = float(np.median(start))
-    reach = FAR * length
+    reach = max(FAR * length, REACH_NS)
     return int(((np.abs(start - middle) > reach) | (np.abs(end - middle) > reach) | (end < start)).sum())
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from bubblescope.report.build import build
 from tests.support import fake_report, page_checks, synthetic
+from tests.support.page_checks import until
 
 pytestmark = pytest.mark.browser
 
@@ -95,7 +96,7 @@ def test_the_keyboard_alone_moves_zooms_and_tells(visit: Any, path_of: Any) -> N
     assert page.inner_text("#story h3") != first
     page.keyboard.press("]")
     assert page.is_hidden("#story")
-    page.wait_for_function("document.getElementById('lanes').dataset.step === '3'")
+    until(page, "document.getElementById('lanes').dataset.step === '3'")
     page.keyboard.press("Enter")
     assert page.is_visible("#story")
     page.keyboard.press("Escape")
@@ -129,7 +130,7 @@ def test_a_click_on_a_bubble_tells_its_story_and_a_drag_moves(visit: Any, path_o
     page.mouse.down()
     page.mouse.move(box["x"] + 500, box["y"] + 40, steps=4)
     page.mouse.up()
-    page.wait_for_function("(v) => document.getElementById('lanes').dataset.view !== v", arg=before)
+    until(page, "(v) => document.getElementById('lanes').dataset.view !== v", arg=before)
 
 
 def test_sliders_recompute_hours_and_money(visit: Any, path_of: Any) -> None:
@@ -181,5 +182,5 @@ def test_printing_shows_the_charts_on_white(visit: Any, path_of: Any, screenshot
     assert found.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert found.page.is_hidden("nav")
     ink = "document.querySelector('#chart-causes .ytick text').style.fill"
-    found.page.wait_for_function(f"{ink} === 'rgb(17, 17, 17)'")
+    until(found.page, f"{ink} === 'rgb(17, 17, 17)'")
     screenshot(found.page, "print")

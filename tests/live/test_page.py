@@ -19,6 +19,7 @@ from playwright.sync_api import sync_playwright
 from tests.browser.conftest import QUIET, SIZES, VIOLATIONS, Visit, screenshot
 from tests.live import jobs
 from tests.live.processes import Watching, program, training, wait_for, watching
+from tests.support.page_checks import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.real]
 
@@ -104,7 +105,7 @@ def test_the_fraction_changes_while_the_job_trains(live: Watching, visit: Open, 
     assert "Being lost now" in page.inner_text("dl.figures") and "Lost so far" in page.inner_text("dl.figures")
     assert page.inner_text("#state").startswith("training")
     page.evaluate("bubblescope.drawAllCharts()")
-    page.wait_for_function("!document.querySelector('[data-figure]:not([data-drawn])')")
+    until(page, "!document.querySelector('[data-figure]:not([data-drawn])')")
     screenshot(page, "watch-live")
     assert found.all_complaints() == []
     assert _own(found, live.page) == []
@@ -144,7 +145,7 @@ def test_the_keyboard_alone_pauses_and_goes_on(live: Watching, visit: Open) -> N
     page.wait_for_timeout(2000)
     assert (page.inner_text("#state"), page.get_attribute("#lanes", "data-step")) == before
     page.keyboard.press("Space")
-    page.wait_for_function("(step) => document.getElementById('lanes').dataset.step !== step", arg=before[1])
+    until(page, "(step) => document.getElementById('lanes').dataset.step !== step", arg=before[1])
     assert page.evaluate("document.activeElement.id") == "pause"
 
 
@@ -154,7 +155,7 @@ def test_what_a_reader_opened_and_focused_stays_while_figures_change(live: Watch
     region = page.locator("#causes details[open] .scroll")
     region.focus()
     step = page.get_attribute("#lanes", "data-step")
-    page.wait_for_function("(step) => document.getElementById('lanes').dataset.step !== step", arg=step)
+    until(page, "(step) => document.getElementById('lanes').dataset.step !== step", arg=step)
     assert region.is_visible()
     assert page.evaluate("document.activeElement.className") == "scroll"
     assert 0 <= region.bounding_box()["y"] < SIZES["desktop"]["height"]
@@ -166,12 +167,12 @@ def test_a_story_is_told_to_its_end_and_then_the_timeline_follows_again(live: Wa
     page.keyboard.press("Enter")
     step, story = page.get_attribute("#lanes", "data-step"), page.inner_text("#story h3")
     head = page.inner_text("#state")
-    page.wait_for_function("(head) => document.getElementById('state').innerText !== head", arg=head)
+    until(page, "(head) => document.getElementById('state').innerText !== head", arg=head)
     page.wait_for_timeout(700)
     assert (page.get_attribute("#lanes", "data-step"), page.inner_text("#story h3")) == (step, story)
     assert "stays at this step" in page.inner_text("#connection")
     page.keyboard.press("Escape")
-    page.wait_for_function("(step) => document.getElementById('lanes').dataset.step !== step", arg=step)
+    until(page, "(step) => document.getElementById('lanes').dataset.step !== step", arg=step)
     assert page.inner_text("#connection") == ""
 
 
@@ -212,7 +213,7 @@ def test_an_open_page_survives_a_restart_of_the_watcher(tmp_path: Path, visit: O
     with _generated(tmp_path, job, 4) as made:
         found = visit(made.page)
         port = made.page.rsplit(":", 1)[1].strip("/")
-    found.page.wait_for_function("document.getElementById('connection').innerText.includes('is lost')")
+    until(found.page, "document.getElementById('connection').innerText.includes('is lost')")
     job.write(tmp_path / "run", range(4, 8))
     with watching(tmp_path / "run", tmp_path / "again.log", "--port", port):
         found.page.wait_for_selector("#lanes[data-step='7']", timeout=30_000)

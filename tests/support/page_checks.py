@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -11,10 +12,20 @@ from axe_playwright_python.sync_playwright import Axe
 WCAG_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 
+def until(page: Any, expression: str, arg: object = None, timeout_s: float = 30.0) -> None:
+    """Wait until `expression` holds in the page. Not playwright's wait_for_function: its polling evaluates text inside
+    the page, which the page's own policy forbids as soon as the first look was too early."""
+    end = time.monotonic() + timeout_s
+    while not page.evaluate(expression, arg):
+        if time.monotonic() > end:
+            raise AssertionError(f"did not come true within {timeout_s:g} s: {expression}")
+        page.wait_for_timeout(50)
+
+
 def draw_everything(page: Any) -> None:
     """Charts are drawn when they come into view; here all at once, and every table opened."""
     page.evaluate("bubblescope.drawAllCharts()")
-    page.wait_for_function("!document.querySelector('[data-figure]:not([data-drawn])')")
+    until(page, "!document.querySelector('[data-figure]:not([data-drawn])')")
     page.locator("details").evaluate_all("all => all.forEach(d => { d.open = true; })")
 
 
@@ -56,9 +67,9 @@ def keyboard_tells_a_story(page: Any) -> None:
     page.focus("#lanes")
     whole = page.get_attribute("#lanes", "data-view")
     page.keyboard.press("+")
-    page.wait_for_function("(v) => document.getElementById('lanes').dataset.view !== v", arg=whole)
+    until(page, "(v) => document.getElementById('lanes').dataset.view !== v", arg=whole)
     page.keyboard.press("0")
-    page.wait_for_function("(v) => document.getElementById('lanes').dataset.view === v", arg=whole)
+    until(page, "(v) => document.getElementById('lanes').dataset.view === v", arg=whole)
     page.keyboard.press("n")
     assert " waited " in page.inner_text("#story h3")
     page.keyboard.press("Escape")
