@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bubblescope.cli.analyze import Outputs, deliver, make_report
-from bubblescope.cli.output import json_option, results, warn
+from bubblescope.cli.output import FiniteRange, json_option, results, warn
 from bubblescope.errors import AttachError
 from bubblescope.model.notice import Notice
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 )
 @click.argument("target", metavar="TARGET")
 @click.option(
-    "--duration", type=click.FloatRange(0, 3600, min_open=True), metavar="S", help="Seconds to record.  [default: 5]"
+    "--duration", type=FiniteRange(0, 3600, min_open=True), metavar="S", help="Seconds to record.  [default: 5]"
 )
 @click.option("--steps", type=click.IntRange(1, 10_000), metavar="N", help="Training steps to record, instead.")
 @click.option(
