@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from bubblescope.cost.prices import SECONDS_PER_HOUR
 from bubblescope.replay.attribution import Attribution
-from bubblescope.replay.causes import CAUSES
-from bubblescope.report.document import OUTSIDE_PIPELINE
+from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE
 from bubblescope.report.facts import stage_of
 from bubblescope.report.tables import step_seconds
 

@@ -39,6 +39,12 @@ CAUSES = (
 )
 """Exclusive and exhaustive, in the order in which every view prints them."""
 
+INTRINSIC_CAUSES = ("warmup", "cooldown", "schedule_steady")
+"""What the schedule itself costs: only another schedule or more micro-batches recover it."""
+
+OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
+"""Causes that would idle a GPU without any pipeline; the rest of the idle time is the bubble."""
+
 INTRINSIC = {WARMUP: "warmup", STEADY: "schedule_steady", COOLDOWN: "cooldown"}
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bubblescope.algebra.stats import Interval, bootstrap, bootstrap_difference, row_mean
 from bubblescope.model import Notice
 from bubblescope.replay.attribution import Attribution
-from bubblescope.replay.causes import CAUSES
+from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE
 from bubblescope.report import facts, tables
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 NS = 1e-9
 LEVEL = 0.95
-OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
 FROM_BASES = ("warmup", "cooldown", "schedule_steady", "stage_imbalance", "slow_worker")
 """These come from base times over all steps, so they do not vary from step to step; see `_widened`."""
 NOTHING = 1e-9

@@ -17,7 +17,7 @@ from bubblescope.cost import prices
 from bubblescope.errors import InputError
 from bubblescope.model import Notice, Run
 from bubblescope.replay.attribution import Attribution, has_phases
-from bubblescope.replay.causes import CAUSES
+from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES, OUTSIDE_PIPELINE
 from bubblescope.replay.savings import Saving, savings
 from bubblescope.replay.scenario import Fix, replay
 from bubblescope.report import advice, facts, tables
@@ -30,11 +30,6 @@ NS = 1e-9
 SCHEMA_VERSION = 1
 TRUST_GATE = 0.05
 """Above this share of the step, unexplained time or replay error means: do not trust the attribution (§6)."""
-
-OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
-"""Causes that would idle a GPU without any pipeline; the rest of the idle time is the bubble."""
-
-INTRINSIC = ("warmup", "cooldown", "schedule_steady")
 
 
 def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[str, Any]:
@@ -417,7 +412,7 @@ def _cost(a: Attribution, options: ReportOptions, gpus: list[dict[str, Any]], ca
     for name, row in causes.items():
         own = None if row["seconds"] is None else hours(row["seconds"])
         per_cause[name] = {"gpu_hours": own, "money": prices.money(own, price)}
-    intrinsic = [causes[c]["seconds"] for c in INTRINSIC]
+    intrinsic = [causes[c]["seconds"] for c in INTRINSIC_CAUSES]
     return {
         "gpus": count,
         "total_steps": steps,

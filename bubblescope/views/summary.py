@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bubblescope.replay.causes import OUTSIDE_PIPELINE
 from bubblescope.views import format as fmt
 from bubblescope.views.words import CAUSES, INTRINSIC
 
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
-
-OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
-"""Causes that would idle a GPU without any pipeline: idle, but no bubble."""
 
 UNTRUSTED = 0.05
 """ATTRIBUTION.md §6: above this share of the step, the attribution is not to be trusted."""

@@ -137,8 +137,6 @@ class _Writer:
         free = [now] * self.job.stages
         for i in np.lexsort((np.arange(len(starts)), start)):
             action, position = dag.actions[i], int(dag.rank[i])
-            if not any(starts[i] > f for f in [free[position]]) and free[position] == now and self.job.data:
-                pass
             if free[position] == now and self.job.data:
                 self.spans.add(
                     rank=self._rank(replica, position),
