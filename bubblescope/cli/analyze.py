@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,6 +214,7 @@ def analyze(
             cache=not no_cache,
             keep_cpu_ops=keep_cpu_ops,
         )
+    _spare_inputs(report.run.source.files, outputs)
     deliver(report, outputs)
     check_threshold(report, fail_above)
 
@@ -241,14 +242,14 @@ def make_report(
         return build(prepare(run), options)
 
 
-def _spare_inputs(report: Report, outputs: Outputs) -> None:
+def _spare_inputs(inputs: Iterable[str], outputs: Outputs) -> None:
     """Raise UsageError before a file that was read is written over: a recording cannot be made again."""
     files = [*outputs.html_files, *outputs.json_files, outputs.markdown, outputs.perfetto]
     wanted = {os.path.realpath(f): str(f) for f in files if f is not None and str(f) != "-"}
-    for read in report.run.source.files:
-        if os.path.realpath(read) in wanted:
+    for path in inputs:
+        if os.path.realpath(path) in wanted:
             raise UsageError(
-                f"the output {wanted[os.path.realpath(read)]} is one of the files that were read",
+                f"the output {wanted[os.path.realpath(path)]} is one of the files that were read",
                 hint="write to another file",
             )
 
@@ -257,7 +258,6 @@ def deliver(report: Report, outputs: Outputs) -> None:
     """Write what was asked for, print the summary to stdout and the warnings to stderr."""
     from bubblescope.views import console, csv, html, json, markdown, parquet, perfetto, tensorboard
 
-    _spare_inputs(report, outputs)
     for page in outputs.html_files:
         with writing(page):
             page.parent.mkdir(parents=True, exist_ok=True)
