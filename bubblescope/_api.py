@@ -26,7 +26,8 @@ def load(
 
     path: a file, a folder, a glob or an fsspec URL, or several of them. executor: anything with the interface of
     `concurrent.futures.Executor`; one rank is read per task. names: a TOML file that says what your own names of
-    ranges mean (`ingest.usernames`). Raises InputError when nothing can be analysed.
+    ranges mean (`ingest.usernames`). Raises UsageError for arguments that make no sense, InputError when
+    nothing can be analysed.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     options = ReadOptions(names=() if names is None else usernames.load(os.fspath(names)))

@@ -16,6 +16,7 @@ from bubblescope.cli.output import (
     FiniteRange,
     json_option,
     markdown_option,
+    names_option,
     progress,
     reading,
     results,
@@ -127,13 +128,7 @@ def report_options(command: Command) -> Command:
     metavar="F",
     help="Format of the input, where it must not be recognised.",
 )
-@click.option(
-    "--names",
-    "names_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="TOML: what your own names of ranges mean (docs/traces.md).",
-)
+@names_option
 @report_options
 @click.option(
     "--engine",

@@ -11,6 +11,7 @@ from bubblescope.cli.output import (
     FiniteRange,
     json_option,
     markdown_option,
+    names_option,
     results,
     stdout_owner,
     warn,
@@ -54,6 +55,7 @@ Examples:
     "and by more than the noise.",
 )
 @click.option("--format", "format_name", default="auto", show_default=True, metavar="F", help="Format of the inputs.")
+@names_option
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as one HTML file.")
 @markdown_option
 @json_option
@@ -62,6 +64,7 @@ def diff(
     after: str,
     fail_if_worse: float | None,
     format_name: str,
+    names_file: Path | None,
     html: Path | None,
     markdown_to: str | None,
     json_to: str | None,
@@ -75,7 +78,10 @@ def diff(
     from bubblescope.report.compare import compare
 
     owner = stdout_owner(json=json_to, markdown=markdown_to)
-    reports = [make_report([path], ReportOptions(), format_name=format_name) for path in (before, after)]
+    reports = [
+        make_report([path], ReportOptions(), format_name=format_name, names_file=names_file)
+        for path in (before, after)
+    ]
     found = compare(*reports)
     deliver(found, (before, after), html=html, markdown_to=markdown_to, json_to=json_to)
     show(found, results(owner))

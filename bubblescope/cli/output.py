@@ -53,6 +53,17 @@ def markdown_option(command: Command) -> Command:
     )(command)
 
 
+def names_option(command: Command) -> Command:
+    """Add ``--names FILE``, for every command that reads traces; the command gets it as `names_file`."""
+    return click.option(
+        "--names",
+        "names_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="TOML: what your own names of ranges mean (docs/traces.md).",
+    )(command)
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """
     >>> counted(1, "GPU"), counted(2, "GPU"), counted(2, "micro-batch", "micro-batches")

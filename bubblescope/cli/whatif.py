@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bubblescope.cli.output import FiniteRange, json_option, results, warn, write_json
+from bubblescope.cli.output import FiniteRange, json_option, names_option, results, warn, write_json
 from bubblescope.errors import UsageError
 from bubblescope.model.notice import Notice
 
@@ -56,6 +57,7 @@ Examples:
     "--total-steps", type=click.IntRange(min=1), metavar="N", help="Steps of the whole training; else those analysed."
 )
 @click.option("--format", "format_name", default="auto", show_default=True, metavar="F", help="Format of the input.")
+@names_option
 @json_option
 def whatif(
     path: str,
@@ -71,6 +73,7 @@ def whatif(
     gpus: int | None,
     total_steps: int | None,
     format_name: str,
+    names_file: Path | None,
     json_to: str | None,
 ) -> None:
     """Predicted step time, hours and money of each change to a run, best first.
@@ -94,7 +97,7 @@ def whatif(
         memory_limit=None if memory_limit is None else size(memory_limit),
     )
     options = ReportOptions(price_per_gpu_hour=price, currency=currency, gpus=gpus, total_steps=total_steps)
-    report = make_report([path], options, format_name=format_name)
+    report = make_report([path], options, format_name=format_name, names_file=names_file)
     found = explore(report, wanted)
     cost = {name: report.data["cost"][name] for name in ("gpus", "total_steps", "price_per_gpu_hour", "currency")}
     found["cost"] = cost

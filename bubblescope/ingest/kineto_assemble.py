@@ -103,7 +103,7 @@ class _Table:
         result: Mask = hit[self.events.name]
         return result
 
-    def named(self, *patterns: re.Pattern[str]) -> Mask:
+    def named(self, *patterns: re.Pattern[str] | NameRule) -> Mask:
         """Rows whose name one of `patterns` finds."""
         hit = np.array([any(p.search(t) for p in patterns) for t in self.scan.names.texts], dtype=np.bool_)
         result: Mask = hit[self.events.name]
@@ -501,7 +501,7 @@ def _steps(table: _Table, spans: Spans, launch: Int) -> Steps | None:
 
 def _profiler_steps(table: _Table) -> Steps | None:
     start, end = table.events.start_ns, table.events.end_ns
-    mine = np.flatnonzero(table.named(*(r.pattern for r in table.step_rules)) & table.cat(Cat.RANGE, Cat.CPU_OP))
+    mine = np.flatnonzero(table.named(*table.step_rules) & table.cat(Cat.RANGE, Cat.CPU_OP))
     if len(mine):
         mine = mine[np.argsort(start[mine], kind="stable")]
         found = step_finder.from_profiler(np.arange(len(mine), dtype=np.int64), start[mine], end[mine])

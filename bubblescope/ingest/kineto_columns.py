@@ -20,7 +20,7 @@ from bubblescope.errors import InputError
 from bubblescope.ingest.events import CATEGORIES, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.kineto_structs import Complete, Metadata
 from bubblescope.ingest.kineto_values import EXACT_US, INT64, comm_args, integer, nanoseconds
-from bubblescope.ingest.options import ReadOptions
+from bubblescope.ingest.options import NameRule, ReadOptions
 from bubblescope.ingest.steps import STEP_NAME
 from bubblescope.model import Names, Notice
 
@@ -78,7 +78,7 @@ class Columns:
         self._last_ns = 0
         self._interned = _Interned(self.names)
         self._codes = _Codes()
-        self._patterns: tuple[re.Pattern[str], ...] = (STEP_NAME, *(r.pattern for r in options.names))
+        self._patterns: tuple[re.Pattern[str] | NameRule, ...] = (STEP_NAME, *options.names)
         self._tells = np.zeros(0, dtype=np.bool_)
         self._comm_index: dict[CommArgs, int] = {}
         self._threads: dict[str, int] = {}

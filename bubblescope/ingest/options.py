@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 from bubblescope.model import Kind
 
 
+@functools.cache
+def linear_pattern(pattern: str) -> Any:
+    """`pattern`, compiled by RE2: it searches in time linear in the text, whatever the pattern says, so that no rule
+    can stop a load. Raises ValueError with RE2's reason for what it does not take (look-around, back-references)."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        raise ValueError(error.args[0].decode("utf-8", "replace")) from error
+
+
 @dataclass(frozen=True)
 class NameRule:
-    """Ranges whose name `pattern` finds are operations of `kind`; None: a range is a training step. stage, microbatch,
-    chunk: for what the pattern has no group of that name."""
+    """Ranges whose name `pattern` (RE2's syntax) finds are operations of `kind`; None: a range is a training step.
+    stage, microbatch, chunk: for what the pattern has no group of that name."""
 
-    pattern: re.Pattern[str]
+    pattern: str
     kind: Kind | None
     stage: int = -1
     microbatch: int = -1
     chunk: int = -1
+
+    def search(self, text: str) -> Any:
+        r"""The first match in `text`, as of `re.Pattern.search`; None without one.
+
+        >>> NameRule(r"mb(?P<microbatch>\d+)", Kind.FORWARD).search("fwd_mb12")["microbatch"]
+        '12'
+        """
+        return linear_pattern(self.pattern).search(text.encode("utf-8", "replace").decode())
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,8 @@ def _place(path: str, options: ReadOptions) -> Path | None:
 
 
 def _told(options: ReadOptions) -> str:
-    told = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("cache", "names")}
-    # A pattern's repr is cut at 200 characters.
-    rules = [(r.pattern.pattern, r.pattern.flags, r.kind, r.stage, r.microbatch, r.chunk) for r in options.names]
-    return repr((sorted(told.items()), rules))
+    told = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "cache"}
+    return repr(sorted(told.items()))
 
 
 @functools.cache

@@ -6,8 +6,9 @@ name = 'fwd_s(?P<stage>\\d+)_mb(?P<microbatch>\\d+)'
 kind = "forward"
 ```
 
-`name` is searched for in the names of ranges (profiler annotations, NVTX). Groups called stage, microbatch and chunk
-give these numbers; ``stage = 3`` and the like give them for what has no group. The first rule that fits decides.
+`name`, in RE2's syntax, is searched for in the names of ranges (profiler annotations, NVTX). Groups called stage,
+microbatch and chunk give these numbers; ``stage = 3`` and the like give them for what has no group. The first rule that
+fits decides.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from bubblescope.errors import InputError
-from bubblescope.ingest.options import NameRule
+from bubblescope.errors import UsageError
+from bubblescope.ingest.options import NameRule, linear_pattern
 from bubblescope.model import Kind
 
 KINDS: dict[str, Kind | None] = {
@@ -34,40 +35,52 @@ KINDS: dict[str, Kind | None] = {
 _NUMBERS = ("stage", "microbatch", "chunk")
 _KEYS = ("name", "kind", *_NUMBERS)
 _LARGEST = 1 << 20
+_MOST_BYTES = 1 << 20
 
 
 def load(path: str | Path) -> tuple[NameRule, ...]:
-    """The rules in the file. Raises InputError that names the line and the key of what is wrong."""
+    """The rules in the file. Raises UsageError that names the line and the key of what is wrong."""
+    where = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the names file cannot be read ({error})", where=str(path)) from error
-    return parse(text, str(path))
+        with Path(path).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the names file cannot be read: {why}", hint=_HINT, where=where) from error
+    if len(data) > _MOST_BYTES:
+        raise UsageError(f"the names file has more than {_MOST_BYTES:,} bytes", hint=_HINT, where=where)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"the names file is not UTF-8 text in line {line}", hint=_HINT, where=where) from error
+    return parse(text, where)
 
 
 def parse(text: str, where: str = "") -> tuple[NameRule, ...]:
     r"""As `load`, for the text itself.
 
     >>> rule, = parse("[[range]]\nname = 'fwd(?P<microbatch>[0-9]+)'\nkind = 'forward'")
-    >>> rule.kind.name, rule.pattern.search("fwd12")["microbatch"]
+    >>> rule.kind.name, rule.search("fwd12")["microbatch"]
     ('FORWARD', '12')
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"the names file is not TOML: {error}", hint=_HINT, where=where) from error
+    except (ValueError, RecursionError) as error:  # of its own kinds, and for numbers and nesting beyond all measure
+        raise UsageError(f"the names file is not TOML: {error}", hint=_HINT, where=where) from error
     for key in document:
         if key != "range":
-            raise InputError(f"unknown key '{key}' in line {_line(text, key)}", hint=_HINT, where=where)
+            raise UsageError(f"unknown key '{key}' in line {_line(text, key)}", hint=_HINT, where=where)
     tables = document.get("range")
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise InputError("the names file has no [[range]] tables", hint=_HINT, where=where)
+        raise UsageError("the names file has no [[range]] tables", hint=_HINT, where=where)
     lines = [i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*range\s*\]\]", line)]
     lines += [1] * (len(tables) - len(lines))
     return tuple(_rule(table, _Place(text, where, line)) for table, line in zip(tables, lines, strict=False))
 
 
 _HINT = "[[range]] tables with name = 'regular expression' and kind = \"forward\", see docs/traces.md"
+_RE2 = "Python's syntax without look-around and back-references, so that every search takes linear time"
 
 
 class _Place:
@@ -76,9 +89,9 @@ class _Place:
     def __init__(self, text: str, where: str, line: int) -> None:
         self.text, self.where, self.line = text, where, line
 
-    def wrong(self, key: str, why: str, hint: str = _HINT) -> InputError:
+    def wrong(self, key: str, why: str, hint: str = _HINT) -> UsageError:
         line = _line(self.text, key, self.line)
-        return InputError(f"line {line}, key '{key}': {why}", hint=hint, where=self.where)
+        return UsageError(f"line {line}, key '{key}': {why}", hint=hint, where=self.where)
 
 
 def _line(text: str, key: str, since: int = 1) -> int:
@@ -95,7 +108,7 @@ def _rule(table: dict[str, Any], place: _Place) -> NameRule:
             raise place.wrong(key, "no such key", hint=f"the keys are {', '.join(_KEYS)}")
     pattern = _pattern(table, place)
     kind = table.get("kind")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         said = "is missing" if kind is None else f"'{kind}' is no kind"
         raise place.wrong("kind", said, hint=f"one of {', '.join(KINDS)}")
     numbers = {}
@@ -107,15 +120,16 @@ def _rule(table: dict[str, Any], place: _Place) -> NameRule:
     return NameRule(pattern, KINDS[kind], **numbers)
 
 
-def _pattern(table: dict[str, Any], place: _Place) -> re.Pattern[str]:
+def _pattern(table: dict[str, Any], place: _Place) -> str:
     name = table.get("name")
     if not isinstance(name, str) or not name:
         raise place.wrong("name", "a regular expression is missing")
     try:
-        pattern = re.compile(name)
-    except re.error as error:
-        raise place.wrong("name", f"'{name}' is not a regular expression ({error})") from error
-    unknown = sorted(set(pattern.groupindex) - set(_NUMBERS))
+        groups = linear_pattern(name).groupindex
+    except ValueError as error:
+        why = f"'{name}' is not a regular expression that RE2 takes ({error})"
+        raise place.wrong("name", why, hint=_RE2) from error
+    unknown = sorted(set(groups) - set(_NUMBERS))
     if unknown:
         raise place.wrong("name", f"unknown group '{unknown[0]}'", hint=f"the groups are {', '.join(_NUMBERS)}")
-    return pattern
+    return name

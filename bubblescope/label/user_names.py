@@ -15,7 +15,7 @@ def parsers(run: Run) -> list[Parser]:
 
 def _parser(rule: NameRule) -> Parser:
     def parse(text: str) -> tuple[RangeAction, ...]:
-        found = rule.pattern.search(text)
+        found = rule.search(text)
         if found is None or rule.kind is None:
             return ()
         named = found.groupdict()

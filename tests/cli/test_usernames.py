@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import re
 from pathlib import Path
 
 import pytest
 
 import bubblescope as bs
 from bubblescope.align import prepare
-from bubblescope.errors import InputError
+from bubblescope.errors import UsageError
 from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.usernames import load, parse
 from bubblescope.model import Kind, Lane
@@ -86,6 +89,10 @@ def test_constants_stand_in_for_groups() -> None:
         ("[[range]]\nname = 'x'\n", "line 1, key 'kind': is missing"),
         ("[[range]]\nname = 'x'\nkind = 'fwd'\n", "line 3, key 'kind': 'fwd' is no kind"),
         ("[[range]]\nname = 'a'\nkind = 'loss'\n\n[[range]]\nname = 'x'\nkind = 3\n", "line 7, key 'kind'"),
+        ("[[range]]\nname = 'x'\nkind = ['fwd']\n", "line 3, key 'kind'"),
+        ("x = " + "[" * 10_000, "not TOML"),
+        ("x = " + "9" * 5_000, "not TOML"),
+        ("[[range]]\nname = 'x(?!y)'\nkind = 'forward'\n", r"line 2, key 'name': 'x\(\?!y\)'.*\(\?!"),
         ("[[range]]\nname = 'x'\nkind = 'forward'\nstage = -2\n", "line 4, key 'stage': -2"),
         ("[[range]]\nname = 'x'\nkind = 'forward'\nstage = true\n", "line 4, key 'stage'"),
         ("[[range]]\nname = 'x(?P<mb>1)'\nkind = 'forward'\n", "line 2, key 'name': unknown group 'mb'"),
@@ -93,14 +100,64 @@ def test_constants_stand_in_for_groups() -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_line_and_key(text: str, said: str) -> None:
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(UsageError, match=said) as caught:
         parse(text, "names.toml")
     assert caught.value.where == "names.toml"
     assert caught.value.hint
 
 
-def test_a_names_file_that_is_not_there_is_exit_3(tmp_path: Path, bubblescope: Runner) -> None:
+@pytest.mark.parametrize("command", ["analyze", "diff", "whatif"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"[[range]]\nname = '\xff'\n", "not UTF-8 text in line 2"),
+        (b"[[range]\n", "not TOML.*line 1"),
+        (b"# " + b"x" * (1 << 20), "more than 1,048,576 bytes"),
+    ],
+)
+def test_a_names_file_that_cannot_be_used_is_wrong_usage_before_anything_is_read(
+    command: str, content: bytes | None, said: str, tmp_path: Path, bubblescope: Runner
+) -> None:
+    if content is not None:
+        (tmp_path / "names.toml").write_bytes(content)
+    paths = ["nowhere"] * (2 if command == "diff" else 1)
+    done = bubblescope(command, *paths, "--names", "names.toml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the names file ")
+    assert re.search(said, done.stderr)
+    assert ", in names.toml\nhint: " in done.stderr
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "names.toml").write_bytes(b"\xef\xbb\xbf" + RULES.encode())
+    assert len(load(tmp_path / "names.toml")) == 2
+
+
+def test_every_command_that_reads_traces_takes_the_file(tmp_path: Path, bubblescope: Runner) -> None:
     write(tmp_path / "t", traces(simulate(Shape()), STYLE))
-    done = bubblescope("analyze", str(tmp_path / "t"), "--names", "nowhere.toml")
-    assert done.returncode == 3
-    assert "nowhere.toml" in done.stderr
+    (tmp_path / "names.toml").write_text(RULES)
+    named = ("--names", "names.toml", "--json", "-")
+    changed = json.loads(bubblescope("whatif", "t", *named).stdout)
+    assert changed["microbatches"] == Shape().microbatches
+    compared = bubblescope("diff", "t", "t", *named)
+    assert [s["stage"] for s in json.loads(compared.stdout)["stages"]] == [0, 1, 2, 3], compared.stderr
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)*$", "(.*a){20}$", "([a-z]+)*@"])
+def test_no_pattern_can_stop_a_load(pattern: str, tmp_path: Path) -> None:
+    """With a backtracking engine each of these needs longer than the age of the universe."""
+    documents = traces(simulate(Shape()), STYLE)
+    for document in documents.values():
+        for event in document["traceEvents"]:
+            if event["name"].startswith("trainer/"):
+                event["name"] += "a" * 5_000 + "!"
+    write(tmp_path, documents)
+    names = parse(f"[[range]]\nname = '{pattern}'\nkind = 'forward'\n")
+    assert prepare(read(tmp_path, options=ReadOptions(names=names))).layout.stages is None
+
+
+def test_rules_cross_process_pools_and_take_any_text() -> None:
+    (rule,) = pickle.loads(pickle.dumps(parse("[[range]]\nname = 'mb(?P<microbatch>[0-9]+)'\nkind = 'loss'\n")))  # noqa: S301
+    assert rule.search("\ud800 mb7")["microbatch"] == "7"
+    assert rule.search("mb") is None
