@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import queue
 import threading
@@ -17,6 +18,8 @@ BLOCK = 1 << 20
 _PACKED = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
+_ZSTD_SKIPPED = tuple(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))
+_UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
 def _isal() -> Any:
@@ -44,17 +47,18 @@ def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
     """The plain bytes of `path` in blocks of about 1 MiB; packing is told by the first bytes, not by the name.
 
     A file that is cut or damaged gives what could be unpacked and appends a Notice. Raises InputError when
-    more than `max_bytes` come out, or when the packing is not supported here.
+    more than `max_bytes` come out, or when the packing is not supported here. A text that begins with the mark of
+    UTF-16 (as Windows' shells write it) comes out in UTF-8.
     """
     with open_binary(path) as file:
         start = file.read(len(_ZSTD))
     if start.startswith(_GZIP):
         plain = _gunzip(path, notices) if _isal() is None else _gunzip_fast(path, notices)
     elif start.startswith(_ZSTD):
-        plain = _unzstd(_raw(path, _PACKED), path, notices)
+        plain = _unzstd(path, notices)
     else:
         plain = _raw(path, BLOCK)
-    yield from _bounded(plain, path, max_bytes)
+    yield from _as_utf8(_bounded(plain, path, max_bytes))
 
 
 def ahead(blocks: Iterator[bytes], depth: int = 4) -> Iterator[bytes]:
@@ -106,6 +110,19 @@ def _bounded(plain: Iterator[bytes], path: str, max_bytes: int) -> Iterator[byte
         yield block
 
 
+def _as_utf8(plain: Iterator[bytes]) -> Iterator[bytes]:
+    first = next(plain, b"")
+    encoding = _UTF16.get(first[:2])
+    if encoding is None:
+        yield first
+        yield from plain
+        return
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    yield decoder.decode(first[2:]).encode("utf-8", "replace")
+    for block in plain:
+        yield decoder.decode(block).encode("utf-8", "replace")
+
+
 def _gunzip_fast(path: str, notices: list[Notice]) -> Iterator[bytes]:
     """As `_gunzip`, by isal. What it refuses is unpacked again by `_gunzip`, which knows what to keep of it."""
     isal_zlib = _isal()
@@ -131,70 +148,67 @@ def _after(plain: Iterator[bytes], skip: int) -> Iterator[bytes]:
 
 
 def _gunzip(path: str, notices: list[Notice]) -> Iterator[bytes]:
-    """All members of a gzip file; zero bytes and other padding after the last member are ignored."""
-    raw = _raw(path, _PACKED)
-    unpacker = zlib.decompressobj(wbits=31)
-    began = False
-    out = 0
-    for block in raw:
-        data = block
-        while data:
-            if not began and not data.startswith(_GZIP[: len(data)]):
-                if data.strip(b"\0"):
-                    notices.append(Notice("trailing-bytes", f"{len(data):,} bytes after the gzip data", path))
-                return
-            began = True
-            try:
-                plain = unpacker.decompress(data, BLOCK)
-            except zlib.error as error:
-                notices.append(_cut(path, out, f"damaged gzip data ({error})"))
-                return
-            out += len(plain)
-            if plain:
-                yield plain
-            data = unpacker.unconsumed_tail
-            if unpacker.eof:
-                data = unpacker.unused_data
-                unpacker, began = zlib.decompressobj(wbits=31), False
-    if began:
-        rest = _flush(unpacker)
-        out += len(rest)
-        if rest:
-            yield rest
-        if not unpacker.eof:
-            notices.append(_cut(path, out, "the gzip stream ends early"))
+    """All members of a gzip file."""
+    return _members(path, _Inflater, (_GZIP,), zlib.error, "gzip", notices)
 
 
-def _flush(unpacker: Any) -> bytes:
-    try:
-        return cast(bytes, unpacker.flush())
-    except zlib.error:
-        return b""
-
-
-def _unzstd(raw: Iterator[bytes], path: str, notices: list[Notice]) -> Iterator[bytes]:
+def _unzstd(path: str, notices: list[Notice]) -> Iterator[bytes]:
     """All frames of a zstd file."""
     zstd = _zstd_module(path)
-    unpacker = zstd.ZstdDecompressor()
-    out, inside = 0, False
-    for block in raw:
+    return _members(path, zstd.ZstdDecompressor, (_ZSTD, *_ZSTD_SKIPPED), zstd.ZstdError, "zstd", notices)
+
+
+def _members(
+    path: str, unpacker: Any, begins: tuple[bytes, ...], error_kind: Any, kind: str, notices: list[Notice]
+) -> Iterator[bytes]:
+    """The plain bytes of one packed stream after another; zero bytes after the last of them are ignored.
+
+    unpacker: makes what `bz2.BZ2Decompressor` is for its format. begins: what a member begins with.
+    """
+    member, inside, out = unpacker(), False, 0
+    for block in _raw(path, _PACKED):
         data = block
-        while data or (inside and not unpacker.needs_input):
+        while data or (inside and not member.needs_input):
+            if not inside and not data.startswith(tuple(start[: len(data)] for start in begins)):
+                if data.strip(b"\0"):
+                    notices.append(Notice("trailing-bytes", f"{len(data):,} bytes after the {kind} data", path))
+                return
             inside = True
             try:
-                plain = unpacker.decompress(data, BLOCK)
-            except zstd.ZstdError as error:
-                notices.append(_cut(path, out, f"damaged zstd data ({error})"))
+                plain = member.decompress(data, BLOCK)
+            except error_kind as error:
+                notices.append(_cut(path, out, f"damaged {kind} data ({error})"))
                 return
             out += len(plain)
             if plain:
                 yield plain
             data = b""
-            if unpacker.eof:
-                data = unpacker.unused_data
-                unpacker, inside = zstd.ZstdDecompressor(), False
+            if member.eof:
+                data = member.unused_data
+                member, inside = unpacker(), False
     if inside:
-        notices.append(_cut(path, out, "the zstd stream ends early"))
+        notices.append(_cut(path, out, f"the {kind} stream ends early"))
+
+
+class _Inflater:
+    """zlib's decompressor of one gzip member, with the interface of `bz2.BZ2Decompressor` (zlib's own: Python 3.12)."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(wbits=31)
+        self.needs_input = True
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        plain = self._zlib.decompress(self._zlib.unconsumed_tail + data, most)
+        self.needs_input = not self._zlib.unconsumed_tail and len(plain) < most
+        return plain
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
 
 
 def _zstd_module(path: str) -> Any:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bubblescope.errors import InputError
-from bubblescope.ingest.decompress import blocks
+from bubblescope.ingest import decompress
+from bubblescope.ingest.decompress import BLOCK, blocks
 from bubblescope.model import Notice
 
 TEXT = b"".join(b'{"event": %d}\n' % i for i in range(50_000))
+
+
+@pytest.fixture(autouse=True, params=["isal", "zlib"])
+def inflater(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "zlib":
+        monkeypatch.setattr(decompress, "_isal", lambda: None)
 
 
 def unpack(path: Path, data: bytes, limit: int = 1 << 30) -> tuple[bytes, list[Notice]]:
@@ -70,6 +78,19 @@ def test_a_bomb_stops_at_the_limit_with_a_clear_error(tmp_path: Path) -> None:
         unpack(tmp_path / "bomb.gz", packed, limit=8_000_000)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_utf_16_comes_out_as_utf_8(tmp_path: Path, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    """Characters of four bytes lie across the borders of blocks too."""
+    text = "a" + "\N{ROCKET}é" * 700_000
+    assert unpack(tmp_path / "wide.json", pack(("\N{BYTE ORDER MARK}" + text).encode(encoding))) == (text.encode(), [])
+
+
+def test_a_member_whose_output_fills_a_block_exactly_is_whole(tmp_path: Path) -> None:
+    plain = bytes(BLOCK)
+    assert unpack(tmp_path / "full.gz", gzip.compress(plain) + gzip.compress(TEXT)) == (plain + TEXT, [])
+
+
 def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be opened"):
         list(blocks(str(tmp_path / "none.json"), 1, []))
@@ -92,3 +113,12 @@ class TestZstd:
         plain, notices = unpack(tmp_path / "cut.zst", pack(TEXT)[:-20])
         assert TEXT.startswith(plain)
         assert [n.code for n in notices] == ["file-truncated"]
+
+    def test_frames_that_hold_no_data_are_passed_over(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
+        nothing = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"
+        assert unpack(tmp_path / "seek.zst", pack(TEXT) + nothing + pack(TEXT) + nothing) == (TEXT + TEXT, [])
+
+    def test_other_bytes_after_the_last_frame_are_named(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
+        plain, notices = unpack(tmp_path / "trailing.zst", pack(TEXT) + b"garbage")
+        assert plain == TEXT
+        assert [n.code for n in notices] == ["trailing-bytes"]
