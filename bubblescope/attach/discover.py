@@ -13,13 +13,15 @@ from typing import Any
 
 from bubblescope.attach import client, process, protocol
 from bubblescope.attach.process import Process
+from bubblescope.capture.environment import numbers_of_launcher
 from bubblescope.errors import AttachError
 
-_RANKS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 _LAUNCHERS = re.compile(
-    r"(?:^|/)(?:torchrun|deepspeed|accelerate|srun|mpirun|mpiexec)$|torch\.distributed\.(?:run|launch)"
-    r"|deepspeed\.launcher"
+    r"(?:.*/)?(?:torchrun|deepspeed|accelerate|srun|mpirun|mpiexec(?:\.\w+)?|orterun|prterun)"
+    r"|torch\.distributed\.(?:run|launch)|deepspeed\.launcher\.\w+|accelerate\.commands\.\w+"
 )
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+_TAKES_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _FRAMEWORKS = ("megatron", "deepspeed", "torchtitan")
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -53,23 +55,27 @@ class Rank:
         return f"rank {self.rank} (process {self.pid})" if self.rank is not None else f"process {self.pid}"
 
 
-def ranks() -> list[Rank]:
-    """This user's training ranks on this host, by job and rank. Launchers and helper processes are left out."""
-    processes = {one.pid: one for one in map(_try, _pids()) if one is not None and one.uid == os.geteuid()}
-    agents = _agents(processes)
+def ranks(uid: int | None = None) -> list[Rank]:
+    """That user's (this one's) training ranks on this host, by job and rank, without launchers and helpers."""
+    owner = os.geteuid() if uid is None else uid
+    processes = {pid: one for pid, one in _processes().items() if one.uid == owner}
+    agents = _agents(processes, owner)
     found: dict[int, Rank] = {}
     for pid, one in processes.items():
-        if pid in agents or (_numbers(one.environ)[0] is not None and process.maps_torch(pid)):
+        if pid in agents or (_numbers(one)[0] is not None and process.maps_torch(pid)):
             found[pid] = describe(one, agents.get(pid))
-    helpers = {pid for pid in found if _is_helper(processes[pid], processes, found)}
-    launchers = {p for pid in found.keys() - helpers for p in _ancestors(pid, processes) if p not in agents}
-    kept = [one for pid, one in found.items() if pid not in helpers and not _is_launcher(processes[pid], launchers)]
+    launchers = _launchers(processes, found)
+    kept = [
+        rank
+        for pid, rank in found.items()
+        if pid not in launchers and not _is_helper(processes[pid], processes, found, launchers)
+    ]
     return sorted(kept, key=lambda r: (r.job, r.rank is None, r.rank or 0, r.pid))
 
 
 def describe(one: Process, agent: Path | None) -> Rank:
     """What is known of a process, without deciding whether it is a rank; a live agent knows best."""
-    rank, world = _numbers(one.environ)
+    rank, world = _numbers(one)
     made = Rank(
         pid=one.pid,
         rank=rank,
@@ -77,7 +83,7 @@ def describe(one: Process, agent: Path | None) -> Rank:
         uid=one.uid,
         framework=_framework(one.command),
         job=job_of(one.environ),
-        kineto=one.environ.get("KINETO_USE_DAEMON", "") not in ("", "0"),
+        kineto=one.environ.get("KINETO_USE_DAEMON", "") not in ("", "0") and process.maps_torch(one.pid),
         environ=one.environ,
     )
     if agent is None:
@@ -112,10 +118,27 @@ def one(pid: int) -> Rank:
     return describe(looked, _agent_of(looked))
 
 
-def below(pid: int) -> list[Rank]:
-    """Ranks that a launcher started, directly or not."""
-    processes = {found.pid: found for found in map(_try, _pids()) if found is not None}
-    return [rank for rank in ranks() if pid in _ancestors(rank.pid, processes)]
+def of_process(pid: int) -> list[Rank]:
+    """The rank that it is, the ranks that it started (a launcher), or the rank that it works for (a helper).
+
+    A process that has nothing to do with ranks stands for itself. Raises AttachError when there is no such process,
+    or it is a launcher whose ranks are not there.
+    """
+    named = one(pid)
+    processes = _processes()
+    found = {rank.pid: rank for rank in ranks(named.uid)}
+    if pid in found:
+        return [found[pid]]
+    if below := [rank for rank in found.values() if pid in _ancestors(rank.pid, processes)]:
+        return below
+    if above := [found[parent] for parent in _ancestors(pid, processes) if parent in found]:
+        return above[:1]
+    if pid in processes and (name := _launcher_name(processes[pid])):
+        raise AttachError(
+            f"process {pid} is a launcher ({name}), and no training rank runs below it",
+            hint="ranks can be attached to once they have imported torch; bubblescope doctor lists them",
+        )
+    return [named]
 
 
 def of_folder(folder: Path) -> list[Rank]:
@@ -165,6 +188,11 @@ def _header(path: Path) -> dict[str, Any] | None:
     return header if isinstance(header, dict) else None
 
 
+def _processes() -> dict[int, Process]:
+    """All that may be looked at."""
+    return {one.pid: one for one in map(_try, _pids()) if one is not None}
+
+
 def _pids() -> Iterable[int]:
     return [int(name.name) for name in Path("/proc").iterdir() if name.name.isdecimal()]
 
@@ -176,20 +204,17 @@ def _try(pid: int) -> Process | None:
         return None
 
 
-def _numbers(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    for rank, world in _RANKS:
-        if environ.get(rank, "").isdecimal():
-            size = environ.get(world, "")
-            return int(environ[rank]), int(size) if size.isdecimal() else None
-    return None, None
+def _numbers(one: Process) -> tuple[int | None, int | None]:
+    """Rank and world that the process was started with."""
+    return numbers_of_launcher(one.environ)
 
 
 def _number(value: Any, default: int | None) -> int | None:
     return value if type(value) is int and value >= 0 else default
 
 
-def _agents(processes: Mapping[int, Process]) -> dict[int, Path]:
-    folders = {protocol.directory_for(os.geteuid())}
+def _agents(processes: Mapping[int, Process], uid: int) -> dict[int, Path]:
+    folders = {protocol.directory_for(uid)}
     folders |= {protocol.directory_for(one.uid, one.environ) for one in processes.values()}
     return {pid: path for folder in folders for pid, path in client.sockets(folder) if pid in processes}
 
@@ -203,28 +228,72 @@ def _agent_of(one: Process) -> Path | None:
     return None
 
 
-def _ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
-    found: set[int] = set()
+def _ancestors(pid: int, processes: Mapping[int, Process]) -> list[int]:
+    """Its parent, the parent of that, and so on."""
+    found: list[int] = []
     while pid in processes and processes[pid].parent not in found:
         pid = processes[pid].parent
-        found.add(pid)
+        found.append(pid)
     return found
 
 
-def _is_helper(one: Process, processes: Mapping[int, Process], found: Mapping[int, Rank]) -> bool:
+def _launchers(processes: Mapping[int, Process], found: Mapping[int, Rank]) -> set[int]:
+    """Those of `found` that only started ranks: an agent may be in them, and under srun they have srun's number.
+
+    Helpers inherit the number of their rank, so numbers below that are not a process's own are those of ranks. Where
+    there is a single rank, with the same number, the launcher is told by its name.
+    """
+    below: dict[int, set[int]] = {pid: set() for pid in found}
+    for pid, rank in found.items():
+        for parent in _ancestors(pid, processes):
+            if parent in below and rank.rank is not None:
+                below[parent].add(rank.rank)
+    return {
+        pid
+        for pid, numbers in below.items()
+        if numbers - _own(processes[pid], found[pid]) or (numbers and _launcher_name(processes[pid]))
+    }
+
+
+def _own(one: Process, rank: Rank) -> set[int | None]:
+    """Its numbers: as it was started, and as its agent says."""
+    return {_numbers(one)[0], rank.rank}
+
+
+def _is_helper(one: Process, processes: Mapping[int, Process], found: Mapping[int, Rank], launchers: set[int]) -> bool:
     """DataLoader workers and resource trackers inherit the rank of the process that started them."""
     if found[one.pid].agent is not None:
         return False
     if any(text in word for word in one.command for text in _HELPERS):
         return True
-    mine = _numbers(one.environ)[0]
-    parents = _ancestors(one.pid, processes)
-    return any(pid in found and found[pid].rank == mine and not _is_launcher(processes[pid], {pid}) for pid in parents)
+    served = (p for p in _ancestors(one.pid, processes) if p in found and p not in launchers)
+    return any(_numbers(one)[0] in _own(processes[p], found[p]) for p in served)
 
 
-def _is_launcher(one: Process, parents_of_ranks: set[int]) -> bool:
-    """torchrun under srun has a rank number of srun's, and ranks of its own below it."""
-    return one.pid in parents_of_ranks and any(_LAUNCHERS.search(word) for word in one.command[:4])
+def _launcher_name(one: Process) -> str:
+    """Of a process that only starts others, as far as its name tells; else ""."""
+    program = _program(one.command)
+    return program.rpartition("/")[2] if _LAUNCHERS.fullmatch(program) else ""
+
+
+def _program(command: tuple[str, ...]) -> str:
+    """What runs: the executable, or with Python the script or module.
+
+    >>> _program(("/venv/bin/python3", "-u", "-m", "torch.distributed.run", "train.py"))
+    'torch.distributed.run'
+    """
+    words = iter(command)
+    program = next(words, "")
+    if not _PYTHON.fullmatch(program):
+        return program
+    for word in words:
+        if word == "-m":
+            return next(words, "")
+        if word in _TAKES_A_WORD:
+            next(words, "")
+        elif not word.startswith("-"):
+            return word
+    return program
 
 
 def _framework(command: tuple[str, ...]) -> str:

@@ -69,16 +69,9 @@ def attach(plan: Plan, confirm: Confirm, tell: Tell) -> Attached:
 def targets(text: str) -> list[Rank]:
     """The ranks that the user named. Raises AttachError when there are none, or of more than one job."""
     if text == "all":
-        found = discover.ranks()
-        jobs = {rank.job for rank in found}
-        if len(jobs) > 1:
-            listed = "; ".join(f"processes {_pids([r for r in found if r.job == job])}" for job in sorted(jobs))
-            raise AttachError(
-                f"{len(jobs)} jobs of yours run here: {listed}", hint="name one by its folder, or its launcher's pid"
-            )
-        where = "of yours on this host"
+        found, where = discover.ranks(), "of yours on this host"
     elif text.isdecimal():
-        return _of_pid(int(text))
+        found, where = discover.of_process(int(text)), ""
     elif Path(text).is_dir():
         found, where = discover.of_folder(Path(text)), f"that belong to {text}"
     else:
@@ -88,14 +81,11 @@ def targets(text: str) -> list[Rank]:
             f"there are no training ranks {where}",
             hint="bubblescope doctor lists what runs here; a single process is attached to by its pid",
         )
+    jobs = {rank.job for rank in found}
+    if len(jobs) > 1:
+        listed = "; ".join(f"processes {_pids([r for r in found if r.job == job])}" for job in sorted(jobs))
+        raise AttachError(f"these are {len(jobs)} jobs: {listed}", hint="name one by its folder or its launcher's pid")
     return found
-
-
-def _of_pid(pid: int) -> list[Rank]:
-    rank = discover.one(pid)
-    if rank.prepared == "no" and not process.maps_torch(pid) and (below := discover.below(pid)):
-        return below  # a launcher
-    return [rank] if rank.rank is not None or rank.prepared != "no" else discover.below(pid) or [rank]
 
 
 def _pids(ranks: Sequence[Rank]) -> str:

@@ -129,12 +129,22 @@ def parse_ranks(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
+def numbers_of_launcher(environ: Mapping[str, str] = os.environ) -> tuple[int | None, int | None]:
+    """Global rank and world size that the launcher gave this process; None where it gave none.
+
+    >>> numbers_of_launcher({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"})
+    (3, 8)
+    """
+    for rank, world in _RANK_VARIABLES:
+        if environ.get(rank, "").isdecimal():
+            size = environ.get(world, "")
+            return int(environ[rank]), int(size) if size.isdecimal() else None
+    return None, None
+
+
 def rank_of_launcher(environ: Mapping[str, str] = os.environ) -> int | None:
     """The global rank that the launcher gave this process; None when it gave none."""
-    for name, _ in _RANK_VARIABLES:
-        if environ.get(name, "").isdecimal():
-            return int(environ[name])
-    return None
+    return numbers_of_launcher(environ)[0]
 
 
 def rank_and_world() -> tuple[int, int | None]:
@@ -142,12 +152,8 @@ def rank_and_world() -> tuple[int, int | None]:
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank()), int(dist.get_world_size())
-    for rank, world in _RANK_VARIABLES:
-        text = os.environ.get(rank, "")
-        if text.isdecimal():
-            size = os.environ.get(world, "")
-            return int(text), int(size) if size.isdecimal() else None
-    return 0, None
+    rank, world = numbers_of_launcher()
+    return (0, None) if rank is None else (rank, world)
 
 
 def owned_by_another(rank: int | None, environ: Mapping[str, str] = os.environ) -> bool:

@@ -97,7 +97,7 @@ def test_two_lengths_exclude_each_other(tmp_path: Path) -> None:
 
 def test_ranks_of_two_jobs_are_not_recorded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover, "ranks", lambda: [rank(0), rank(1, job="k")])
-    with pytest.raises(AttachError, match="2 jobs of yours run here: processes 100; processes 101"):
+    with pytest.raises(AttachError, match="these are 2 jobs: processes 100; processes 101"):
         session.targets("all")
 
 
@@ -116,39 +116,138 @@ def test_no_ranks_and_no_such_process_are_told_apart(tmp_path: Path, monkeypatch
 # ---- finding ranks, on a made-up /proc
 
 
+def started(pid: int, parent: int, command: str, uid: int = 0, **environ: object) -> Process:
+    return Process(pid, parent, uid, tuple(command.split()), {name: str(value) for name, value in environ.items()})
+
+
+JOB = {"WORLD_SIZE": 2, "MASTER_PORT": 1, "KINETO_USE_DAEMON": 1}
 PROCESSES = {
-    1: Process(1, 0, 0, ("/sbin/init",), {}),
-    10: Process(10, 1, 0, ("/usr/bin/python3", "/venv/bin/torchrun", "train.py"), {"SLURM_PROCID": "0"}),
-    11: Process(11, 10, 0, ("python", "-u", "megatron/train.py"), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}),
-    12: Process(12, 10, 0, ("python", "-u", "train.py"), {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}),
-    13: Process(13, 11, 0, ("python", "-u", "megatron/train.py"), {"RANK": "0", "WORLD_SIZE": "2"}),
-    14: Process(14, 11, 0, ("python", "-c", "from multiprocessing.resource_tracker import main"), {"RANK": "0"}),
-    15: Process(15, 11, 0, ("python", "-c", "from multiprocessing.spawn import spawn_main"), {"RANK": "0"}),
-    16: Process(16, 1, 0, ("bash",), {"RANK": "0"}),
-    17: Process(17, 1, 1000, ("python", "theirs.py"), {"RANK": "0"}),
-    18: Process(18, 1, 0, ("python", "notebook.py"), {}),
+    one.pid: one
+    for one in (
+        started(1, 0, "/sbin/init"),
+        started(10, 1, "/usr/bin/python3 /venv/bin/torchrun train.py", SLURM_PROCID=0, KINETO_USE_DAEMON=1),
+        started(11, 10, "python -u megatron/train.py", RANK=0, **JOB),
+        started(12, 10, "python -u train.py --engine deepspeed", RANK=1, **JOB),
+        started(13, 11, "python -u megatron/train.py", RANK=0, **JOB),
+        started(14, 11, "python -c from_multiprocessing.resource_tracker_import_main", RANK=0),
+        started(15, 11, "python -c from_multiprocessing.spawn_import_spawn_main", RANK=0),
+        started(16, 1, "bash", RANK=0),
+        started(17, 1, "python theirs.py", 1000, RANK=0),
+        started(18, 1, "python notebook.py"),
+        started(19, 12, "python torch/_inductor/compile_worker", RANK=1, **JOB),
+        started(20, 19, "/bin/sh", RANK=1),
+    )
 }
+
+
+def make_up(monkeypatch: pytest.MonkeyPatch, processes: dict[int, Process], agents: dict[int, int | None]) -> None:
+    """A /proc, and agents that say so many ranks. Everything but shells and trackers has torch in memory."""
+    monkeypatch.setattr(discover, "_pids", lambda: list(processes))
+    monkeypatch.setattr(discover, "_try", processes.get)
+    monkeypatch.setattr(process, "look", processes.__getitem__)
+    monkeypatch.setattr(discover, "_agents", lambda *_: {pid: Path(f"/s/{pid}.sock") for pid in agents})
+    monkeypatch.setattr(discover, "_agent_of", lambda one: Path(f"/s/{one.pid}.sock") if one.pid in agents else None)
+    monkeypatch.setattr(discover.client, "ask", lambda path, *a, **k: {"rank": agents[int(path.stem)]})
+    monkeypatch.setattr(discover.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(process, "maps_torch", lambda pid: pid not in (1, 14, 16, 20))
 
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discover, "_pids", lambda: list(PROCESSES))
-    monkeypatch.setattr(discover, "_try", PROCESSES.get)
-    monkeypatch.setattr(discover, "_agents", lambda processes: {})
-    monkeypatch.setattr(discover.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(process, "maps_torch", lambda pid: pid not in (1, 14, 16))
+    make_up(monkeypatch, PROCESSES, {})
 
 
 @pytest.mark.usefixtures("made_up")
 def test_launchers_helpers_shells_and_other_users_are_no_ranks() -> None:
     found = discover.ranks()
-    assert [(r.pid, r.rank, r.world, r.framework) for r in found] == [(11, 0, 2, "megatron"), (12, 1, 2, "torch")]
+    assert [(r.pid, r.rank, r.world, r.framework) for r in found] == [(11, 0, 2, "megatron"), (12, 1, 2, "deepspeed")]
 
 
 @pytest.mark.usefixtures("made_up")
-def test_a_launcher_stands_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [r.pid for r in discover.below(10)] == [11, 12]
-    assert discover.below(16) == []
+@pytest.mark.parametrize(
+    ("pid", "meant"),
+    [(10, [11, 12]), (11, [11]), (13, [11]), (14, [11]), (15, [11]), (19, [12]), (20, [12]), (17, [17]), (18, [18])],
+)
+def test_a_launcher_stands_for_its_ranks_and_a_helper_for_the_rank_it_works_for(pid: int, meant: list[int]) -> None:
+    """Launchers and helpers have torch in memory and poll for Kineto requests too; none of them is configured."""
+    assert [r.pid for r in session.targets(str(pid))] == meant
+
+
+LAUNCHERS = (
+    "torchrun --nproc-per-node 1 train.py",
+    "/usr/bin/python3.11 /venv/bin/torchrun train.py",
+    "python -m torch.distributed.run train.py",
+    "python3 -X dev -u -m torch.distributed.launch train.py",
+    "python /venv/bin/deepspeed train.py",
+    "python -u -m deepspeed.launcher.launch train.py",
+    "python /venv/bin/accelerate launch train.py",
+    "mpirun -n 1 python train.py",
+    "mpiexec.hydra -n 1 python train.py",
+)
+
+
+@pytest.mark.parametrize("number", [{}, {"SLURM_PROCID": 0}], ids=["plain", "under-srun"])
+@pytest.mark.parametrize("agent", [False, True], ids=["", "with-agents"])
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_every_launcher_is_told_from_its_only_rank(
+    command: str, agent: bool, number: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = started(10, 1, command, KINETO_USE_DAEMON=1, **number)
+    job = {10: launcher, 11: started(11, 10, "python train.py", RANK=0, KINETO_USE_DAEMON=1, **number)}
+    make_up(monkeypatch, job, {10: None, 11: 0} if agent else {})
+    assert [r.pid for r in discover.ranks()] == [11]
+    assert [r.pid for r in session.targets("10")] == [11]
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["", "with-agents"])
+def test_a_launcher_of_no_known_name_is_told_by_the_numbers_below_it(
+    agent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {
+        10: started(10, 1, "python my_launcher.py", SLURM_PROCID=0, KINETO_USE_DAEMON=1),
+        11: started(11, 10, "python train.py", SLURM_PROCID=0, RANK=0, KINETO_USE_DAEMON=1),
+        12: started(12, 10, "python train.py", SLURM_PROCID=0, RANK=1, KINETO_USE_DAEMON=1),
+    }
+    make_up(monkeypatch, job, {10: None, 11: 0, 12: 1} if agent else {})
+    assert [r.pid for r in discover.ranks()] == [11, 12]
+    assert [r.pid for r in session.targets("10")] == [11, 12]
+
+
+def test_a_rank_that_was_given_another_number_keeps_its_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun said 7, the script made it rank 3 for itself and for what it starts."""
+    job = {
+        11: started(11, 1, "python train.py", SLURM_PROCID=7),
+        12: started(12, 11, "python compile_worker", SLURM_PROCID=7, RANK=3),
+        13: started(13, 11, "python train.py", SLURM_PROCID=7),
+    }
+    make_up(monkeypatch, job, {11: 3})
+    assert [(r.pid, r.rank) for r in discover.ranks()] == [(11, 3)]
+
+
+def test_ranks_of_mpirun_are_found_by_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"OMPI_COMM_WORLD_SIZE": 2}
+    job = {10: started(10, 1, "mpirun -n 2 python train.py")} | {
+        11 + i: started(11 + i, 10, "python train.py", OMPI_COMM_WORLD_RANK=i, **sizes) for i in range(2)
+    }
+    make_up(monkeypatch, job, {})
+    assert [(r.pid, r.rank, r.world) for r in session.targets("10")] == [(11, 0, 2), (12, 1, 2)]
+
+
+def test_a_launcher_without_ranks_is_not_attached_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up(monkeypatch, {10: started(10, 1, "python /venv/bin/torchrun train.py", KINETO_USE_DAEMON=1)}, {})
+    with pytest.raises(AttachError, match=r"process 10 is a launcher \(torchrun\), and no training rank"):
+        session.targets("10")
+
+
+def test_a_shell_with_two_jobs_below_it_is_not_recorded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {
+        10: started(10, 1, "tmux"),
+        11: started(11, 10, "python a.py", RANK=0, MASTER_PORT=1),
+        12: started(12, 10, "python b.py", RANK=0, MASTER_PORT=2),
+    }
+    make_up(monkeypatch, jobs, {})
+    with pytest.raises(AttachError, match="these are 2 jobs: processes 11; processes 12"):
+        session.targets("10")
 
 
 # ---- Kineto's settings
