@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bubblescope._ranks import numbers_of_launcher
 from bubblescope._version import __version__
 from bubblescope.attach import protocol
 from bubblescope.attach.protocol import ProtocolError
@@ -57,8 +58,8 @@ def start() -> Path | None:
         except (OSError, ProtocolError) as error:
             log.warning("bubblescope: nobody can attach to this process: %s", error)
             return None
-        rank = os.environ.get("RANK", "")
-        if rank:
+        rank, _ = numbers_of_launcher()
+        if rank is not None:
             os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{rank}"
         return _agent.path
 
@@ -75,7 +76,7 @@ def stop() -> None:
 def _inherited() -> bool:
     """Whether this is a helper (DataLoader worker, resource tracker) of a rank that has its own agent."""
     pid, _, rank = os.environ.get(OWNER_VARIABLE, "").partition(":")
-    return bool(pid) and pid != str(os.getpid()) and rank == os.environ.get("RANK", "")
+    return bool(pid) and pid != str(os.getpid()) and rank == str(numbers_of_launcher()[0])
 
 
 class Agent:
@@ -317,8 +318,7 @@ def _rank_and_world() -> tuple[int | None, int | None]:
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank()), int(dist.get_world_size())
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank) if rank.isdecimal() else None), (int(world) if world.isdecimal() else None)
+    return numbers_of_launcher()
 
 
 def _framework() -> str | None:

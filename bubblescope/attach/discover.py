@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bubblescope._ranks import numbers_of_launcher
 from bubblescope.attach import client, process, protocol
 from bubblescope.attach.process import Process
-from bubblescope.capture.environment import numbers_of_launcher
 from bubblescope.errors import AttachError
 
 _LAUNCHERS = re.compile(

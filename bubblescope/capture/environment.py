@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bubblescope._ranks import numbers_of_launcher
 from bubblescope._version import __version__
 from bubblescope.errors import UsageError
 
@@ -38,13 +39,6 @@ _JOB_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "BUBBLESCOPE_JOB",
-)
-
-_RANK_VARIABLES = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
 )
 
 MODES = ("record", "standby", "off")
@@ -127,19 +121,6 @@ def parse_ranks(text: str) -> frozenset[int]:
             raise UsageError(f"'{text}' is not a list of ranks", hint="write it like 0,4-7")
         found.update(range(int(low), int(high) + 1))
     return frozenset(found)
-
-
-def numbers_of_launcher(environ: Mapping[str, str] = os.environ) -> tuple[int | None, int | None]:
-    """Global rank and world size that the launcher gave this process; None where it gave none.
-
-    >>> numbers_of_launcher({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"})
-    (3, 8)
-    """
-    for rank, world in _RANK_VARIABLES:
-        if environ.get(rank, "").isdecimal():
-            size = environ.get(world, "")
-            return int(environ[rank]), int(size) if size.isdecimal() else None
-    return None, None
 
 
 def rank_of_launcher(environ: Mapping[str, str] = os.environ) -> int | None:

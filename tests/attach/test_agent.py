@@ -353,13 +353,14 @@ def test_a_forked_child_neither_answers_nor_keeps_the_socket_open(agent_process:
         client.ask(one.socket, "status")
 
 
-def test_a_helper_of_a_rank_gets_no_agent_of_its_own(agent_process: Host) -> None:
+@pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1"}])
+def test_a_helper_of_a_rank_gets_no_agent_of_its_own(variables: dict[str, str], agent_process: Host) -> None:
     lines = (
         "import subprocess\n"
         "print(subprocess.run([sys.executable, '-c', 'from bubblescope.attach import agent; print(agent.start())'],"
         " capture_output=True, text=True).stdout.strip(), flush=True)"
     )
-    one = agent_process(lines, env={"RANK": "0", "WORLD_SIZE": "2"})
+    one = agent_process(lines, env=variables)
     assert one.process.stdout is not None
     assert one.process.stdout.readline().strip() == "None"
 
