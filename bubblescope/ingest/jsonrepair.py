@@ -9,6 +9,8 @@ import re
 from collections import Counter
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SCALAR = re.compile(_STRING.pattern + rb'|[^\s,"{}\[\]]+', re.DOTALL)
+_BORDER = re.compile(rb"\s*(?:,\s*|\Z)")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _BAD_ESCAPE = re.compile(rb'\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]|)')
 _BARE = re.compile(rb"(?<![\w\"])[-+]?(?:nan|inf(?:inity)?)(?![\w\"])", re.IGNORECASE)
@@ -26,7 +28,8 @@ def event_gap(first_event: bytes) -> re.Pattern[bytes]:
     return re.compile(rb'\}\s*,\s*(?=\{\s*"' + key + rb'")')
 
 
-ANY_GAP = re.compile(rb'\}\s*,\s*(?=\{\s*"' + EVENT_KEYS + rb'")')
+_NEXT_EVENT = re.compile(rb'\s*,\s*(?=\{\s*"' + EVENT_KEYS + rb'")')
+ANY_GAP = re.compile(rb"\}" + _NEXT_EVENT.pattern)
 """As `event_gap`, for files whose events begin with different keys."""
 
 
@@ -105,6 +108,27 @@ def value_end(text: bytes, start: int) -> int | None:
             if depth <= 0:
                 return match.end()
     return None
+
+
+def values(text: bytes) -> list[bytes]:
+    """The values of ``{…}, 5, {…}``, whatever they are; one that cannot be taken apart reaches to the next event.
+
+    >>> values(b'{"a": [1]}, 5, null, {"b": [}, 7, {"ph": "X"}')
+    [b'{"a": [1]}', b'5', b'null', b'{"b": [}, 7', b'{"ph": "X"}']
+    """
+    out: list[bytes] = []
+    at = 0
+    while at < len(text):
+        end = value_end(text, at) if text[at : at + 1] in (b"{", b"[") else _end_of(_SCALAR.match(text, at))
+        border = None if end is None else _BORDER.match(text, end)
+        border = border or _NEXT_EVENT.search(text, at)
+        out.append(text[at : border.start() if border else len(text)])
+        at = border.end() if border else len(text)
+    return out
+
+
+def _end_of(match: re.Match[bytes] | None) -> int | None:
+    return None if match is None else match.end()
 
 
 def split_events(text: bytes, gap: re.Pattern[bytes]) -> list[bytes]:

@@ -23,7 +23,7 @@ from bubblescope.ingest import jsonrepair
 from bubblescope.ingest.decompress import ahead, blocks
 from bubblescope.ingest.events import Scan
 from bubblescope.ingest.kineto_columns import Columns
-from bubblescope.ingest.kineto_structs import EXACT, LAX, ONE, STRICT, Event
+from bubblescope.ingest.kineto_structs import EXACT, LAX, ONE, RAW, STRICT, Event
 from bubblescope.ingest.kineto_values import EXACT_US, integer
 from bubblescope.ingest.native.scanner import open_scanner
 from bubblescope.ingest.options import DEFAULT, ReadOptions
@@ -189,10 +189,27 @@ class _Reader:
                 self._after = rest[match.end() - 1 :]
                 self._check_trailing()
                 return
-        self._damaged_end(rest)
+        close = self._closing(rest)
+        if close is None:
+            self._damaged_end(rest)
+            return
+        events = rest[:close].rstrip()
+        if events.endswith(b","):
+            self.repairs["comma before the closing bracket"] += 1
+        self._decode(events.rstrip(b","))
+        self._after = rest[close:]
+
+    def _closing(self, rest: bytes) -> int | None:
+        """Where the list closes that holds entries which are no events, or damaged ones: the bracket that matches, else
+        the last one that leaves a sound end of the document."""
+        end = jsonrepair.value_end(b"[" + rest, 0)
+        places = [end - 2] if end is not None else []
+        places += [match.end() - 1 for match in _closings(rest)]
+        opened = b"[" if self._before == b"" else b'{"":['
+        return next((place for place in places if _is_sound(opened + rest[place:])), None)
 
     def _damaged_end(self, rest: bytes) -> None:
-        """No closing bracket leaves a sound list: take event by event, and what follows the last one."""
+        """No closing bracket ends the list: take event by event, and what follows the last one."""
         last = 0
         for match in self._pattern().finditer(rest):
             last = match.end()
@@ -232,8 +249,14 @@ class _Reader:
         cleaned = jsonrepair.clean(text, counts)
         if self._take(b"[" + cleaned + b"]"):
             self.repairs += counts
-        else:
+            return
+        entries = _try(RAW, b"[" + cleaned + b"]")
+        if entries is None:
             self._one_by_one(text)
+            return
+        self.repairs += counts
+        for entry in entries:
+            self._add_or_skip(bytes(entry))
 
     def _take(self, array: bytes | memoryview) -> bool:
         """Add the events of a sound JSON array; False, and nothing added, when it is not."""
@@ -274,14 +297,23 @@ class _Reader:
             at += width
 
     def _by_any_key(self, piece: bytes) -> None:
-        """A piece that is no event: perhaps several, of which some begin with another key."""
+        """A piece that is no event: perhaps several, of which some begin with another key, or stand beside entries
+        that are none."""
         parts = jsonrepair.split_events(piece, jsonrepair.ANY_GAP)
         for part in parts:
             event = self._one(part) if len(parts) > 1 else None
             if event is None:
-                self._skip()
+                for value in jsonrepair.values(part):
+                    self._add_or_skip(value)
             else:
                 self._add_lax([event], b"[" + part + b"]")
+
+    def _add_or_skip(self, entry: bytes) -> None:
+        event = self._one(entry)
+        if event is None:
+            self._skip()
+        else:
+            self._add_lax([event], b"[" + entry + b"]")
 
     def _one(self, piece: bytes) -> Event | None:
         """One event from damaged bytes, or None."""
@@ -363,6 +395,14 @@ def _not_a_trace(text: bytes, path: str) -> InputError:
         hint="record with torch.profiler and export_chrome_trace or tensorboard_trace_handler",
         where=path,
     )
+
+
+def _is_sound(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except _PARSE_ERRORS:
+        return False
+    return True
 
 
 def _try(decoder: msgspec.json.Decoder[Any], array: bytes | memoryview) -> list[Any] | None:

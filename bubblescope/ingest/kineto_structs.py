@@ -121,5 +121,6 @@ _UNION: Any = Union[(Complete, Metadata, *_OTHERS)]
 STRICT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[_UNION])
 LAX = msgspec.json.Decoder(list[Event])
 EXACT = msgspec.json.Decoder(list[ExactEvent])
+RAW = msgspec.json.Decoder(list[msgspec.Raw])
 ONE = msgspec.json.Decoder(Event)
 COMM_ARGS = msgspec.json.Decoder(Args)

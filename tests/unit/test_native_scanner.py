@@ -102,6 +102,7 @@ def test_chunks_do_not_change_what_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert whole.comms == small.comms
 
 
+DEEP = '{"ph": "X", "z": ' + "[" * 5000 + "]" * 5000 + "}"
 TIMES = (
     "0", "-0", "1", "-1.5", "1.0005", "1.0015", "2.00050000000001", "0.0004999", "123456789.0005", "-3.0005",
     "4398046511103.999", "4398046511104.001", "4398046511104.0015", "1712195495502094.531", "1683564901548726",
@@ -164,6 +165,48 @@ def test_odd_events_are_read_alike(inside: str) -> None:
 def test_events_of_other_kinds_are_read_alike(event: str) -> None:
     data = PLAIN.replace(b'"traceEvents": [', b'"traceEvents": [' + event.encode() + b", ", 1)
     agree(data)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("entry", ["5", '"a, {b]"', "null", "[]", "[{}, {}]", "[1, [2]]", "true", DEEP])
+def test_entries_that_are_no_events_cost_no_event_beside_them(entry: str, bare: bool, place: int) -> None:
+    """And are counted, each once; a file that is whole is not called cut for their sake."""
+    entries = [_entry(i) for i in range(3)]
+    entries.insert(place, entry)
+    listed = f"[{', '.join(entries)}]"
+    data = (listed if bare else f'{{"schemaVersion": 1, "traceEvents": {listed}, "end": 2}}').encode()
+    agree(data)
+    found = scan_blocks([data], "x")
+    assert found.events.corr.tolist() == [0, 1, 2]
+    assert [n.message for n in found.notices] == [
+        f"1 unreadable events were skipped, the first after event {place}",
+    ]
+    assert found.head == ({} if bare else {"schemaVersion": 1, "end": 2})
+
+
+def test_only_a_file_that_is_cut_is_called_cut() -> None:
+    """A damaged event at the end, or a comma after it, is no missing end; each is said as what it is."""
+    head, tail = '{"traceEvents": [', '], "end": 2}'
+    for last, code in ((_entry(2).replace('"k"', '"k"k"'), "events-skipped"), (_entry(2) + ",", "json-repaired")):
+        data = (head + f"{_entry(0)}, {_entry(1)}, {last}" + tail).encode()
+        agree(data)
+        assert [n.code for n in scan_blocks([data], "x").notices] == [code]
+        agree(data[:-14])
+        assert "trace-truncated" in [n.code for n in scan_blocks([data[:-14]], "x").notices]
+
+
+def test_beside_damage_entries_that_are_no_events_still_cost_no_event() -> None:
+    entries = [_entry(0), "5", _entry(1), _entry(2).replace('"k"', '"k"k"'), "null", _entry(3)]
+    data = f'{{"traceEvents": [{", ".join(entries)}]}}'.encode()
+    agree(data)
+    found = scan_blocks([data], "x")
+    assert found.events.corr.tolist() == [0, 1, 3]
+
+
+def _entry(number: int) -> str:
+    times = f'"ts": {10 * number}, "dur": 5, "pid": 1, "tid": 7'
+    return f'{{"ph": "X", "cat": "kernel", "name": "k", {times}, "args": {{"correlation": {number}}}}}'
 
 
 def _event(inside: str) -> bytes:
