@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from bubblescope.cli.output import (
+    OUTPUT_FILE,
     FiniteRange,
+    check_targets,
     json_option,
     markdown_option,
     names_option,
     progress,
     reading,
+    require,
     results,
+    spare_inputs,
     stdout_owner,
     warn,
     write_text,
@@ -51,6 +54,16 @@ class Outputs:
     perfetto: Path | None = None
     parquet: Path | None = None
     tensorboard: Path | None = None
+
+    @property
+    def files(self) -> list[tuple[str, str | Path | None]]:
+        """Every file, with the option that asks for it."""
+        return [
+            *(("--html", path) for path in self.html_files),
+            *(("--json", path) for path in self.json_files),
+            ("--markdown", self.markdown),
+            ("--perfetto", self.perfetto),
+        ]
 
     @property
     def html_files(self) -> list[Path]:
@@ -102,15 +115,13 @@ def report_options(command: Command) -> Command:
     metavar="DIR",
     help="Write DIR/report.html and DIR/report.json.",
 )
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the report as one HTML file.")
+@click.option("--html", type=OUTPUT_FILE, metavar="FILE", help="Write the report as one HTML file.")
 @json_option
 @markdown_option
 @click.option(
     "--csv", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as CSV."
 )
-@click.option(
-    "--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Write a timeline for ui.perfetto.dev."
-)
+@click.option("--perfetto", type=OUTPUT_FILE, metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
 @click.option(
     "--parquet", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as Parquet."
 )
@@ -198,7 +209,7 @@ def analyze(
         out=out, html=html, json=json_to, markdown=markdown_to, csv=csv, perfetto=perfetto, parquet=parquet,
         tensorboard=tensorboard,
     )  # fmt: skip
-    stdout_owner(json=json_to, markdown=markdown_to)
+    check_outputs(outputs)
     with reading_pool(engine, scheduler, jobs) as executor:
         report = make_report(
             list(paths),
@@ -209,7 +220,7 @@ def analyze(
             cache=not no_cache,
             keep_cpu_ops=keep_cpu_ops,
         )
-    _spare_inputs(report.run.source.files, outputs)
+    spare_inputs([*report.run.source.files, names_file], *outputs.files)
     deliver(report, outputs)
     check_threshold(report, fail_above)
 
@@ -237,16 +248,14 @@ def make_report(
         return build(prepare(run), options)
 
 
-def _spare_inputs(inputs: Iterable[str], outputs: Outputs) -> None:
-    """Raise UsageError before a file that was read is written over: a recording cannot be made again."""
-    files = [*outputs.html_files, *outputs.json_files, outputs.markdown, outputs.perfetto]
-    wanted = {os.path.realpath(f): str(f) for f in files if f is not None and str(f) != "-"}
-    for path in inputs:
-        if os.path.realpath(path) in wanted:
-            raise UsageError(
-                f"the output {wanted[os.path.realpath(path)]} is one of the files that were read",
-                hint="write to another file",
-            )
+def check_outputs(outputs: Outputs) -> None:
+    """Raise UsageError, before anything is read, for outputs that cannot be written together or at all."""
+    stdout_owner(json=outputs.json, markdown=outputs.markdown)
+    check_targets(*outputs.files)
+    if outputs.parquet is not None:
+        require("--parquet", "parquet", "pyarrow")
+    if outputs.tensorboard is not None:
+        require("--tensorboard", "tensorboard", "tensorboard")
 
 
 def deliver(report: Report, outputs: Outputs) -> None:
@@ -316,10 +325,9 @@ def _dask_pool(scheduler: str | None) -> Iterator[Executor]:
         raise UsageError(
             "--engine dask needs the address of a scheduler", hint="for example --scheduler tcp://127.0.0.1:8786"
         )
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise UsageError("--engine dask needs dask", hint="pip install 'bubblescope[dask]'") from error
+    require("--engine dask", "dask", "distributed")
+    from distributed import Client
+
     try:
         client = Client(scheduler, timeout=10)
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from types import FrameType
 import click
 
 from bubblescope.cli import demo_worker
-from bubblescope.cli.analyze import Outputs, deliver, make_report
+from bubblescope.cli.analyze import Outputs, check_outputs, deliver, make_report
 from bubblescope.cli.output import counted, json_option, progress, results, writing
 from bubblescope.errors import ScheduleError, UsageError
 
@@ -105,11 +105,13 @@ def demo(
         device=device,
     )
     check_schedule(chosen)
+    outputs = Outputs(out=out, json=json_to)
+    check_outputs(outputs)
     prepare(out / "recording")
     with ended_by_sigterm():
         losses = train(chosen)
     report = make_report([chosen.out], ReportOptions())
-    deliver(report, Outputs(out=out, json=json_to))
+    deliver(report, outputs)
     console = results(json_to)
     for line in closing(chosen, losses):
         console.print(line, markup=False, soft_wrap=True)

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from bubblescope.cli.output import (
+    OUTPUT_FILE,
     FiniteRange,
+    check_targets,
     json_option,
     markdown_option,
     names_option,
     results,
+    spare_inputs,
     stdout_owner,
     warn,
     write_json,
@@ -56,7 +59,7 @@ Examples:
 )
 @click.option("--format", "format_name", default="auto", show_default=True, metavar="F", help="Format of the inputs.")
 @names_option
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as one HTML file.")
+@click.option("--html", type=OUTPUT_FILE, metavar="FILE", help="Write the comparison as one HTML file.")
 @markdown_option
 @json_option
 def diff(
@@ -78,10 +81,13 @@ def diff(
     from bubblescope.report.compare import compare
 
     owner = stdout_owner(json=json_to, markdown=markdown_to)
+    targets = (("--html", html), ("--json", json_to), ("--markdown", markdown_to))
+    check_targets(*targets)
     reports = [
         make_report([path], ReportOptions(), format_name=format_name, names_file=names_file)
         for path in (before, after)
     ]
+    spare_inputs([*(f for r in reports for f in r.run.source.files), names_file], *targets)
     found = compare(*reports)
     deliver(found, (before, after), html=html, markdown_to=markdown_to, json_to=json_to)
     show(found, results(owner))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MOST_WARNINGS = 20
+OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
+OUTPUT_FILE_OR_STDOUT = click.Path(dir_okay=False, allow_dash=True)
 
 
 class FiniteRange(click.FloatRange):
@@ -38,6 +42,7 @@ def json_option(command: Command) -> Command:
     return click.option(
         "--json",
         "json_to",
+        type=OUTPUT_FILE_OR_STDOUT,
         metavar="FILE|-",
         help="Write the result as JSON; '-' writes it, and nothing else, to stdout.",
     )(command)
@@ -48,6 +53,7 @@ def markdown_option(command: Command) -> Command:
     return click.option(
         "--markdown",
         "markdown_to",
+        type=OUTPUT_FILE_OR_STDOUT,
         metavar="FILE|-",
         help="Write a summary for a pull request; '-' writes it, and nothing else, to stdout.",
     )(command)
@@ -83,6 +89,40 @@ def stdout_owner(**targets: str | None) -> str | None:
         wanted = " and ".join(f"--{name} -" for name in owners)
         raise UsageError(f"{wanted} both want stdout", hint="write one of them to a file")
     return "-" if owners else None
+
+
+def check_targets(*targets: tuple[str, str | Path | None]) -> None:
+    """Raise UsageError when two options (name, target) want one file; devices such as /dev/null may be named twice.
+
+    >>> check_targets(("--json", "a.json"), ("--html", None), ("--markdown", "-"), ("--perfetto", "-"))
+    """
+    taken: dict[str, str] = {}
+    for option, target in targets:
+        if target is None or str(target) == "-":
+            continue
+        if Path(target).exists() and not Path(target).is_file():
+            continue
+        other = taken.setdefault(os.path.realpath(target), option)
+        if other != option:
+            raise UsageError(f"{other} and {option} both want {target}", hint="write one of them to another file")
+
+
+def spare_inputs(inputs: Iterable[str | Path | None], *targets: tuple[str, str | Path | None]) -> None:
+    """Raise UsageError before a file that was read is written over: a recording cannot be made again."""
+    wanted = {os.path.realpath(target): str(target) for _, target in targets if target is not None and target != "-"}
+    for path in inputs:
+        if path is not None and os.path.realpath(path) in wanted:
+            raise UsageError(
+                f"the output {wanted[os.path.realpath(path)]} is one of the files that were read",
+                hint="write to another file",
+            )
+
+
+def require(what: str, extra: str, *modules: str) -> None:
+    """Raise UsageError, before any work is done, when `what` needs modules of an extra that is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{what} needs {', '.join(missing)}", hint=f"pip install 'bubblescope[{extra}]'")
 
 
 def write_json(data: object, json_to: str) -> None:

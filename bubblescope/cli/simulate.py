@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bubblescope.cli.output import counted, json_option, results, write_json, write_text
+from bubblescope.cli.output import (
+    OUTPUT_FILE_OR_STDOUT,
+    check_targets,
+    counted,
+    json_option,
+    results,
+    stdout_owner,
+    write_json,
+    write_text,
+)
 from bubblescope.errors import InputError, ScheduleError, UsageError
 from bubblescope.model.kinds import SHORT
 
@@ -55,7 +64,12 @@ Examples:
     "--scale-per-stage", metavar="a,b,…", help="Factors on F, I and W: one per GPU, or one per chunk stage."
 )
 @click.option("--show-plot", is_flag=True, help="Draw the timeline as text.")
-@click.option("--write-csv", metavar="FILE|-", help="Write the order as torch's compute_only schedule CSV.")
+@click.option(
+    "--write-csv",
+    type=OUTPUT_FILE_OR_STDOUT,
+    metavar="FILE|-",
+    help="Write the order as torch's compute_only schedule CSV.",
+)
 @json_option
 def simulate(
     schedule: str | None,
@@ -81,8 +95,8 @@ def simulate(
     from bubblescope.replay import engine
     from bubblescope.replay.schedule_csv import to_csv
 
-    if "-" in (json_to, write_csv) and json_to == write_csv:
-        raise UsageError("--json - and --write-csv - both want stdout", hint="write one of them to a file")
+    owner = stdout_owner(**{"json": json_to, "write-csv": write_csv})
+    check_targets(("--json", json_to), ("--write-csv", write_csv))
     chosen = _chosen(schedule, schedule_csv, stages, microbatches, chunks)
     scale = _factors(scale_per_stage)
     with np.errstate(all="ignore"):
@@ -92,7 +106,7 @@ def simulate(
         write_text(to_csv(chosen), write_csv)
     if json_to:
         write_json(as_json(chosen, sim), json_to)
-    console = results("-" if write_csv == "-" else json_to)
+    console = results(owner)
     for line in summary_lines(chosen, sim):
         console.print(line, markup=False)
     console.print(_table(sim))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bubblescope.cli.output import FiniteRange, json_option, write_text
+from bubblescope.cli.output import FiniteRange, json_option, require, write_text
 from bubblescope.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from bubblescope.live.watcher import Watcher
 
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
 MOST_OF_A_CORE = 0.25
 """While a job trains, the watcher rests as long as it takes to stay below this share of one core."""
 
@@ -83,7 +81,7 @@ def watch(
     PATH is the folder that the recorder writes (or one file of it). Ctrl-C ends the watch; the training never
     notices it.
     """
-    _require_libraries()
+    require("watch", "live", "starlette", "uvicorn", "prometheus_client")
     from bubblescope.live.guard import check_token
     from bubblescope.live.watcher import Watcher, WatchOptions
 
@@ -119,12 +117,6 @@ def parse_labels(texts: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"'{text}' is not a label", hint="it is NAME=VALUE, for example --label run=large")
         made[name] = value
     return made
-
-
-def _require_libraries() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"watch needs {', '.join(missing)}", hint="pip install 'bubblescope[live]'")
 
 
 def _teller(watcher: Watcher, outputs: Outputs) -> Callable[[], None]:

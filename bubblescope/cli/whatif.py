@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bubblescope.cli.output import FiniteRange, json_option, names_option, results, warn, write_json
+from bubblescope.cli.output import (
+    FiniteRange,
+    json_option,
+    names_option,
+    results,
+    spare_inputs,
+    warn,
+    write_json,
+)
 from bubblescope.errors import UsageError
 from bubblescope.model.notice import Notice
 
@@ -98,6 +106,7 @@ def whatif(
     )
     options = ReportOptions(price_per_gpu_hour=price, currency=currency, gpus=gpus, total_steps=total_steps)
     report = make_report([path], options, format_name=format_name, names_file=names_file)
+    spare_inputs([*report.run.source.files, layer_times, names_file], ("--json", json_to))
     found = explore(report, wanted)
     cost = {name: report.data["cost"][name] for name in ("gpus", "total_steps", "price_per_gpu_hour", "currency")}
     found["cost"] = cost

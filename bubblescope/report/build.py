@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bubblescope.errors import InputError
+from bubblescope.errors import InputError, UsageError
 from bubblescope.model import Notice, Run
 from bubblescope.replay.attribution import Attribution, attribute
 from bubblescope.report import document, tables
@@ -18,11 +18,28 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+def creation_time() -> datetime:
+    """The time that a report bears: now, or SOURCE_DATE_EPOCH of the environment, so that the same input gives the
+    same bytes (reproducible-builds.org). Raises UsageError when that is not a number of seconds since 1970."""
+    given = os.environ.get("SOURCE_DATE_EPOCH")
+    if given is None:
+        return datetime.now(UTC)
+    try:
+        if not (given.isascii() and given.isdecimal()):
+            raise ValueError(given)
+        return datetime.fromtimestamp(int(given), UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(
+            f"SOURCE_DATE_EPOCH is '{given}', but must be whole seconds since 1970",
+            hint="for example SOURCE_DATE_EPOCH=$(git log -1 --format=%ct), or unset it",
+        ) from error
+
+
 @dataclass(frozen=True)
 class ReportOptions:
     """price_per_gpu_hour in `currency`, None = hours only. gpus, total_steps: scale the cost to the whole job
     (default: the world size and the steps seen). schedule, microbatches, stages overrule what the input says.
-    now: the clock, for reports that must not change."""
+    now: the time that the report bears."""
 
     price_per_gpu_hour: float | None = None
     currency: str = "USD"
@@ -31,7 +48,7 @@ class ReportOptions:
     schedule: str | None = None
     microbatches: int | None = None
     stages: int | None = None
-    now: datetime | None = None
+    now: datetime = field(default_factory=creation_time)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +168,7 @@ def build(run: Run, options: ReportOptions | None = None) -> Report:
             hint="record at least one whole step: a ProfilerStep range, an optimizer step or a schedule.step()",
             where=", ".join(run.source.files[:3]),
         )
-    now = chosen.now or datetime.now(UTC)
-    return Report(document.report_json(attribution, chosen, now), attribution)
+    return Report(document.report_json(attribution, chosen), attribution)
 
 
 def _overruled(run: Run, options: ReportOptions) -> Run:

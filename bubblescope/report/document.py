@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ TRUST_GATE = 0.05
 """Above this share of the step, unexplained time or replay error means: do not trust the attribution (§6)."""
 
 
-def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[str, Any]:
+def report_json(a: Attribution, options: ReportOptions) -> dict[str, Any]:
     """The whole document, as plain Python values; None where a figure is unavailable (with a warning)."""
     shape = facts.pipeline_shape(a)
     notices = [*a.run.notices, *a.notices, *shape.notices]
@@ -51,7 +50,7 @@ def report_json(a: Attribution, options: ReportOptions, now: datetime) -> dict[s
     return {
         "schema_version": SCHEMA_VERSION,
         "bubblescope_version": __version__,
-        "created": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created": options.now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "source": _source(a, notices),
         "pipeline": shape.document(),
         "steps": _steps(a),
@@ -329,8 +328,9 @@ def _clock(a: Attribution) -> dict[str, Any]:
                 "drift": h.drift,
                 "low": None if h.low_ns is None else h.low_ns * NS,
                 "high": None if h.high_ns is None else h.high_ns * NS,
+                "part": part,
             }
-            for h in c.hosts
+            for h, part in zip(c.hosts, c.parts, strict=True)
         ],
         "aligned": c.aligned,
         "how": c.how,

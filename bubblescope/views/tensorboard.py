@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 
 RUN = "bubblescope"
+EVENTS = "events.out.tfevents.bubblescope"
 SPAN = "1"
 _STREAM = {"compute": 7, "comm": 20, "copy": 30}
 _WORK, _BUBBLES = 1, 2
@@ -30,7 +32,7 @@ _WORK, _BUBBLES = 1, 2
 def write(report: ReportLike, directory: str | Path) -> Path:
     """Write ``<directory>/bubblescope/``; returns it. Raises InputError where the tensorboard package is missing."""
     folder = Path(directory) / RUN
-    summaries = _Summaries.open(folder)
+    summaries = _Summaries.open(folder, datetime.fromisoformat(report.data["created"]).timestamp())
     summaries.fill(report)
     for gpu in report.data["gpus"]:
         text = json.dumps(trace(report, gpu["rank"]), sort_keys=True, allow_nan=False, separators=(",", ":"))
@@ -43,24 +45,26 @@ def write(report: ReportLike, directory: str | Path) -> Path:
 
 
 class _Summaries:
-    """One event file; steps are the training's."""
+    """One event file; steps are the training's, times the report's, so that the same report gives the same bytes."""
 
-    def __init__(self, writer: Any, proto: Any) -> None:
+    def __init__(self, writer: Any, proto: Any, created: float) -> None:
         self.writer = writer
         self.proto = proto
+        self.created = created
+        self._write(file_version="brain.Event:2")
 
     @classmethod
-    def open(cls, folder: Path) -> _Summaries:
+    def open(cls, folder: Path, created: float) -> _Summaries:
         try:
             from tensorboard.compat import proto
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2  # noqa: F401
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise InputError(
                 "writing for TensorBoard needs its package", hint="pip install 'bubblescope[tensorboard]'"
             ) from error
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(EventFileWriter(str(folder), filename_suffix=".bubblescope"), proto)
+        return cls(RecordWriter((folder / EVENTS).open("wb")), proto, created)
 
     def fill(self, report: ReportLike) -> None:
         try:
@@ -85,7 +89,10 @@ class _Summaries:
 
     def _add(self, step: int, values: list[dict[str, Any]]) -> None:
         summary = self.proto.summary_pb2.Summary(value=[self.proto.summary_pb2.Summary.Value(**v) for v in values])
-        self.writer.add_event(self.proto.event_pb2.Event(step=step, summary=summary))
+        self._write(step=step, summary=summary)
+
+    def _write(self, **event: Any) -> None:
+        self.writer.write(self.proto.event_pb2.Event(wall_time=self.created, **event).SerializeToString())
 
 
 def _scalars(report: ReportLike) -> Iterator[tuple[int, dict[str, float]]]:

@@ -156,3 +156,51 @@ def test_an_output_never_overwrites_a_file_that_was_read(option: str, tmp_path: 
     assert done.returncode == 2
     assert "one of the files that were read" in done.stderr
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("analyze", "x", "--json", "same", "--html", "same"),
+        ("analyze", "x", "--markdown", "./same", "--perfetto", "folder/../same"),
+        ("analyze", "x", "--out", "o", "--html", "o/report.json"),
+        ("diff", "x", "y", "--html", "same", "--markdown", "same"),
+        ("simulate", "--schedule", "1F1B", "--stages", "2", "--microbatches", "2", "--forward", "1",
+         "--input-grad", "1", "--weight-grad", "1", "--json", "same", "--write-csv", "same"),
+        ("demo", "--out", "o", "--json", "o/report.html"),
+    ],
+)  # fmt: skip
+def test_two_outputs_in_one_file_are_refused_before_anything_is_done(
+    arguments: tuple[str, ...], tmp_path: Path, bubblescope: Runner
+) -> None:
+    (tmp_path / "folder").mkdir()
+    done = bubblescope(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert "both want " in done.stderr and "\nhint: " in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_same_output_named_twice_and_devices_are_no_conflict(tmp_path: Path) -> None:
+    command.check_outputs(command.Outputs(out=tmp_path, json=str(tmp_path / "report.json")))
+    command.check_outputs(command.Outputs(html=Path("/dev/null"), json="/dev/null"))
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--markdown", "--perfetto"])
+def test_a_folder_where_a_file_is_wanted_is_wrong_usage_before_anything_is_read(
+    option: str, bubblescope: Runner
+) -> None:
+    done = bubblescope("analyze", "nowhere", option, ".")
+    assert done.returncode == 2
+    assert "is a directory" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["diff", "whatif"])
+def test_no_other_command_overwrites_what_was_read_either(name: str, tmp_path: Path, bubblescope: Runner) -> None:
+    folder = tmp_path / "recording"
+    shutil.copytree(Path(__file__).parents[2] / "docs" / "examples" / "before", folder)
+    file = folder / "rank-00002.jsonl"
+    before = file.read_bytes()
+    done = bubblescope(name, *[str(folder)] * (2 if name == "diff" else 1), "--json", str(file))
+    assert done.returncode == 2
+    assert "one of the files that were read" in done.stderr
+    assert file.read_bytes() == before

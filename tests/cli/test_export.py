@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +164,60 @@ def test_the_options_write_their_folders(folder: Path, tmp_path: Path, bubblesco
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "q" / "gpus.parquet").exists()
     assert (tmp_path / "p.json").exists()
+
+
+# --- all of them ---------------------------------------------------------------------------------------------
+
+EPOCH = {"SOURCE_DATE_EPOCH": "1700000000"}
+EVERY = (
+    "--out", "o", "--markdown", "o/m.md", "--csv", "o/csv", "--parquet", "o/q", "--perfetto", "o/p.json",
+)  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_with_the_time_given_the_same_input_gives_the_same_bytes(
+    folder: Path, tmp_path: Path, bubblescope: Runner
+) -> None:
+    made = []
+    for _ in range(2):
+        done = bubblescope("analyze", str(folder), *EVERY, env=EPOCH)
+        assert done.returncode == 0, done.stderr
+        made.append(contents(tmp_path / "o"))
+        time.sleep(1.0 - time.time() % 1.0)  # into another second of the clock
+    assert len(made[0]) > 20
+    assert made[0] == made[1]
+    assert json.loads(made[0]["report.json"])["created"] == "2023-11-14T22:13:20Z"
+
+
+@needs_tools
+def test_with_the_time_given_tensorboard_s_files_are_the_same_too(folder: Path, tmp_path: Path) -> None:
+    made = []
+    for name in ("a", "b"):
+        done = board.python("-m", "bubblescope", "analyze", folder, "--tensorboard", tmp_path / name, env=EPOCH)
+        assert done.returncode == 0, done.stderr
+        made.append(contents(tmp_path / name))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("value", ["", "now", "1.5", "-1", "+7", "9" * 30, "1e9"])
+def test_a_time_that_is_none_is_wrong_usage_before_anything_is_read(value: str, bubblescope: Runner) -> None:
+    done = bubblescope("analyze", "nowhere", env={"SOURCE_DATE_EPOCH": value})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: SOURCE_DATE_EPOCH is '{value}'")
+    assert "\nhint: " in done.stderr
+
+
+@pytest.mark.parametrize(("option", "extra"), [("--parquet", "parquet"), ("--tensorboard", "tensorboard")])
+def test_a_package_that_is_missing_is_wrong_usage_before_anything_is_read(option: str, extra: str) -> None:
+    code = (
+        "import importlib.util, sys; from bubblescope.cli import main; known = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name in ('pyarrow', 'tensorboard') else known(name)\n"
+        f"sys.exit(main.run(['analyze', 'nowhere', '{option}', 'folder']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {option} needs ")
+    assert done.stderr.endswith(f"hint: pip install 'bubblescope[{extra}]'\n")

@@ -76,8 +76,9 @@ def _address(process: subprocess.Popen[str]) -> str:
     raise RuntimeError("TensorBoard ended: " + "".join(said)[-2000:])
 
 
-def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Python of the tools' environment."""
-    return subprocess.run([TOOLS / "bin" / "python", *arguments], capture_output=True, text=True, timeout=240)
+def python(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Python of the tools' environment; `env` is added to this one's."""
+    command = [TOOLS / "bin" / "python", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **(env or {})})
 
 

@@ -41,6 +41,7 @@ def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = 
     """only: the steps that the timeline offers, None = as many as fit."""
     data = report.data
     drawn, figures = timeline(report, only), _figures(report)
+    kinds, causes = set(report.ops["kind"].unique()), set(report.gaps["cause"].unique())
     return Page(
         {
             "screen": first_screen(report),
@@ -51,8 +52,8 @@ def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = 
             "slices": slices(data),
             "shares_text": unavailable(data, "causes", "cause"),
             "causes": CAUSES,
-            "operations": {k: v for k, v in OPERATIONS.items() if k in set(report.ops["kind"])},
-            "drawn_causes": [c for c in CAUSES if c.name in set(report.gaps["cause"])],
+            "operations": {k: v for k, v in OPERATIONS.items() if k in kinds},
+            "drawn_causes": [c for c in CAUSES if c.name in causes],
             "phases": PHASES,
             "ratios": RATIOS,
             "terms": TERMS,
@@ -105,7 +106,7 @@ def _facts(data: dict[str, Any]) -> list[str]:
     framework = value(data, "source", "framework")
     if framework:
         found.append(fmt.plain(framework))
-    found.append(f"recorded {fmt.moment(data.get('created'))}")
+    found.append(f"report of {fmt.moment(data.get('created'))}")
     return found
 
 
