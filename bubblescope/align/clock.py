@@ -23,34 +23,87 @@ _RESOLUTION_NS = 1_000.0
 _SAME_CLOCK_NS = 10_000.0
 _TOO_WIDE = 0.05
 _FEW = 6
+_HOW = "operations that both sides end together, within the limits of causality"
 
 
 def align(run: Run) -> Run:
-    """Put all spans on the clock of the lowest rank's host and fill `Run.clock`.
+    """Put all spans on the clock of the lowest rank's host and fill `Run.clock`. Ranks of one host share a clock.
 
-    When the constraints contradict each other, leave a host unbounded, or leave more than 5 % of a step open,
-    nothing is moved, `Clock.aligned` is False, and a Notice says why. Ranks of one host share a clock.
+    Hosts whose offset from the first one is not known to within 5 % of a step make parts of their own, each on one
+    clock; then `Clock.aligned` is False. Hosts whose constraints contradict each other are not moved. A Notice says
+    all of this.
     """
     if run.clock.aligned or len(run.layout.ranks) == 0:
         return run
     problem = _Problem.of(run)
     if len(problem.hosts) <= 1:
         return replace(run, clock=Clock(tuple(HostClock(h, 0, 0.0, 0, 0) for h in problem.texts), True, "one host"))
+    connected = _connected(problem)
+    notices = [_apart(problem, connected)] if len(connected) > 1 else []
+    parts: list[_Part] = []
+    for hosts in connected:
+        found, said = _solve(problem.of_hosts(hosts))
+        parts.extend(replace(part, hosts=hosts[part.hosts]) for part in found)
+        notices.extend(said)
+    return _moved(run, problem, parts).with_notices(*notices)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Hosts (by place) that are on one clock, after adding offset (ns) and drift (ratio) to each. low, high: limits of
+    the offset, against the first of them."""
+
+    hosts: Int
+    offset: Float
+    drift: Float
+    low: Float
+    high: Float
+
+
+def _solve(problem: _Problem) -> tuple[list[_Part], list[Notice]]:
+    """The parts of hosts that bound each other, and what is to be said where they are several."""
     drift = _drifts(problem)
     limits = _closure(problem.limits(drift))
     if limits is None:
         # A larger FIFO than NCCL's default buffers larger messages: without the rendezvous all may be well.
         limits = _closure(problem.limits(drift, rendezvous=False))
     if limits is None:
-        return _refused(run, problem, "clock-infeasible", "messages would arrive before they were sent")
-    low, high = -limits[0, :], limits[:, 0]
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        loose = [problem.texts[i] for i in np.flatnonzero(~(np.isfinite(low) & np.isfinite(high)))]
-        return _refused(run, problem, "clock-unbounded", f"nothing bounds the clock of {', '.join(loose[:4])}")
-    offset = _estimate(problem, drift, limits)
-    if problem.unknown and np.all(np.abs(offset) <= _SAME_CLOCK_NS) and np.all(low <= 0) and np.all(high >= 0):
-        offset, drift = np.zeros_like(offset), np.zeros_like(drift)
-    return _moved(run, problem, offset, drift, low, high)
+        text = f"the clocks of {_listed(problem.texts)} are not aligned: messages would arrive before they were sent; "
+        zero = np.zeros(1)
+        alone = [_Part(np.array([i]), zero, zero, zero, zero) for i in range(len(problem.hosts))]
+        return alone, [Notice("clock-infeasible", text + "their times are not compared")]
+    half = (limits + limits.T) / 2
+    near = _near(half, _TOO_WIDE * problem.step_ns)
+    parts = []
+    for hosts in near:
+        low, high = -limits[hosts[0], hosts], limits[hosts, hosts[0]]
+        own = problem.of_hosts(hosts)
+        offset = _estimate(own, drift[hosts], limits[np.ix_(hosts, hosts)])
+        rate = drift[hosts]
+        if problem.unknown and np.all(np.abs(offset) <= _SAME_CLOCK_NS) and np.all(low <= 0) and np.all(high >= 0):
+            offset, rate = np.zeros_like(offset), np.zeros_like(rate)
+        parts.append(_Part(hosts, offset, rate, low, high))
+    return parts, [_too_wide(problem, hosts, float(half[0, hosts[0]])) for hosts in near[1:]]
+
+
+def _connected(problem: _Problem) -> list[Int]:
+    """Hosts (by place) that bound each other's clock from both sides, each list ascending, the first host's first."""
+    reach = np.isfinite(problem.limits(np.zeros(len(problem.hosts))))
+    for k in range(len(reach)):
+        reach |= reach[:, k, None] & reach[None, k, :]
+    mutual = reach & reach.T
+    return [np.flatnonzero(mutual[i]) for i in np.unique(mutual.argmax(axis=1)).tolist()]
+
+
+def _near(half: Float, most: float) -> list[Int]:
+    """Hosts in parts: the first that is left, and all whose offset from it is known to ±`most`."""
+    left = np.arange(len(half))
+    parts = []
+    while len(left):
+        near = half[left[0], left] <= most
+        parts.append(left[near])
+        left = left[~near]
+    return parts
 
 
 @dataclass(eq=False)
@@ -87,6 +140,22 @@ class _Problem:
             all(t.endswith("(host unknown)") for t in texts),
             _pairs(run, of_rank, origin), _groups(run, of_rank, origin),
         )  # fmt: skip
+
+    def of_hosts(self, hosts: Int) -> _Problem:
+        """The same among some hosts (by place) alone."""
+        place = np.full(len(self.hosts), -1.0)
+        place[hosts] = np.arange(len(hosts))
+        pairs = self.pairs.copy()
+        pairs[:, :2] = place[pairs[:, :2].astype(int)]
+        groups = [np.column_stack([place[g[:, 0].astype(int)], g[:, 1:]]) for g in self.groups]
+        groups = [g[g[:, 0] >= 0] for g in groups]
+        return replace(
+            self,
+            hosts=self.hosts[hosts],
+            texts=[self.texts[i] for i in hosts.tolist()],
+            pairs=pairs[(pairs[:, :2] >= 0).all(axis=1)],
+            groups=[g for g in groups if len(g) > 1],
+        )
 
     def limits(self, drift: Float, *, rendezvous: bool = True) -> Float:
         """Upper bounds on x_a - x_b, shape (hosts, hosts), after drift is taken out; inf where there is none."""
@@ -197,21 +266,23 @@ def _line(time: Float, value: Float) -> tuple[float, float]:
 
 
 def _tree(problem: _Problem) -> list[tuple[int, int]]:
-    """(host, host already reached) from the first host on; hosts that share nothing with it are left out."""
+    """(host, host already reached) from the first host on, each over the pair that shares most operations; hosts that
+    share nothing are left out."""
     n = len(problem.hosts)
-    linked = np.zeros((n, n), dtype=np.bool_)
-    if len(problem.pairs):
-        linked[problem.pairs[:, 0].astype(int), problem.pairs[:, 1].astype(int)] = True
+    shared = np.zeros((n, n), dtype=np.int64)
+    np.add.at(shared, tuple(problem.pairs[:, :2].astype(int).T), 1)
     for group in problem.groups:
         host = group[:, 0].astype(int)
-        linked[np.ix_(host, host)] = True
-    linked |= linked.T
-    reached, edges = [0], []
-    for at in reached:
-        for other in np.flatnonzero(linked[at]).tolist():
-            if other not in reached:
-                reached.append(other)
-                edges.append((other, at))
+        shared[np.ix_(host, host)] += 1
+    shared += shared.T
+    reached, left, edges = [0], list(range(1, n)), []
+    while left:
+        beside = shared[np.ix_(reached, left)]
+        known, other = np.unravel_index(beside.argmax(), beside.shape)
+        if beside[known, other] == 0:
+            break
+        edges.append((left.pop(int(other)), reached[int(known)]))
+        reached.append(edges[-1][0])
     return edges
 
 
@@ -236,12 +307,15 @@ def _estimate(problem: _Problem, drift: Float, limits: Float) -> Float:
     """Offset of each host: where ends meet, clipped so that all constraints hold together."""
     offset = np.zeros(len(problem.hosts))
     fixed = [0]
-    for host, known in _tree(problem):
+    beside = dict(_tree(problem))
+    for host in [*beside, *(h for h in range(1, len(offset)) if h not in beside)]:
         low = max(offset[k] - limits[k, host] for k in fixed)
         high = min(offset[k] + limits[host, k] for k in fixed)
-        middle = (low + high) / 2
-        wanted = _meeting(problem, host, known, drift, middle - offset[known], (high - low) / 2)
-        offset[host] = np.clip(middle if wanted is None else offset[known] + wanted, low, high)
+        offset[host] = (low + high) / 2
+        if host in beside:
+            known = beside[host]
+            wanted = _meeting(problem, host, known, drift, offset[host] - offset[known], (high - low) / 2)
+            offset[host] = offset[host] if wanted is None else np.clip(offset[known] + wanted, low, high)
         fixed.append(host)
     return offset
 
@@ -272,25 +346,15 @@ def _meeting(problem: _Problem, a: int, b: int, drift: Float, guess: float, slac
 # --- result --------------------------------------------------------------------------------------------------
 
 
-def _refused(run: Run, problem: _Problem, code: str, why: str) -> Run:
-    clock = Clock(tuple(HostClock(h) for h in problem.texts), False, why)
-    message = f"the clocks of {len(problem.hosts)} hosts are not aligned: {why}; their times are not compared"
-    return replace(run, clock=clock).with_notices(Notice(code, message))
-
-
-def _moved(run: Run, problem: _Problem, offset: Float, drift: Float, low: Float, high: Float) -> Run:
-    half = float(np.max(high - low)) / 2
-    hosts = tuple(
-        HostClock(text, round(offset[i]), float(drift[i]), round(low[i]), round(high[i]))
-        for i, text in enumerate(problem.texts)
-    )
-    if half > _TOO_WIDE * problem.step_ns:
-        step_us = problem.step_ns / 1e3
-        why = f"the offset is only known to ±{half / 1e3:.0f} us, more than 5 % of a step of {step_us:.0f} us"
-        refused = _refused(run, problem, "clock-too-wide", why)
-        return replace(
-            refused, clock=replace(refused.clock, hosts=tuple(replace(h, offset_ns=0, drift=0.0) for h in hosts))
-        )
+def _moved(run: Run, problem: _Problem, parts: list[_Part]) -> Run:
+    hosts = [HostClock(text) for text in problem.texts]
+    offset, drift = np.zeros(len(hosts)), np.zeros(len(hosts))
+    for part in parts:
+        offset[part.hosts], drift[part.hosts] = part.offset, part.drift
+        for i, low, high in zip(part.hosts.tolist(), part.low, part.high, strict=True):
+            first = int(part.hosts[0])
+            hosts[i] = HostClock(hosts[i].host, round(offset[i]), float(drift[i]), round(low), round(high), first)
+    how = _HOW if len(parts) == 1 else f"{len(parts)} parts, each by {_HOW}; no part against another"
     spans, layout = run.spans, run.layout
     place = {int(h): i for i, h in enumerate(problem.hosts.tolist())}
     start, end = spans.start_ns.copy(), spans.end_ns.copy()
@@ -302,5 +366,31 @@ def _moved(run: Run, problem: _Problem, offset: Float, drift: Float, low: Float,
         for column in (start, end):
             since = (column[rows] - problem.origin).astype(np.float64)
             column[rows] += np.rint(offset[i] + drift[i] * since).astype(np.int64)
-    clock = Clock(hosts, True, "operations that both sides end together, within the limits of causality")
-    return replace(run, spans=spans.with_columns(start_ns=start, end_ns=end), clock=clock)
+    return replace(
+        run, spans=spans.with_columns(start_ns=start, end_ns=end), clock=Clock(tuple(hosts), len(parts) == 1, how)
+    )
+
+
+def _apart(problem: _Problem, connected: list[Int]) -> Notice:
+    named = [_listed([problem.texts[i] for i in hosts.tolist()]) for hosts in connected]
+    message = (
+        f"the clocks of {len(problem.hosts)} hosts are not aligned: neither messages nor collectives bound "
+        f"{' | '.join(named[:4])}{' | …' if len(named) > 4 else ''} against each other; times are compared within each "
+        "of these parts only"
+    )
+    return Notice("clock-unbounded", message)
+
+
+def _too_wide(problem: _Problem, hosts: Int, half: float) -> Notice:
+    """About the clocks of `hosts` against the first of the problem."""
+    step_us = problem.step_ns / 1e3
+    known = f"only known to ±{half / 1e3:.0f} us, more than 5 % of a step of {step_us:.0f} us"
+    message = (
+        f"the offset of {_listed([problem.texts[i] for i in hosts.tolist()])} from {problem.texts[0]} is "
+        f"{known if np.isfinite(half) else 'not bounded'}; their times are not compared"
+    )
+    return Notice("clock-too-wide" if np.isfinite(half) else "clock-unbounded", message)
+
+
+def _listed(texts: list[str]) -> str:
+    return ", ".join(texts[:4]) + (" …" if len(texts) > 4 else "")

@@ -162,13 +162,10 @@ def _arrival(run: Run, rows: Int) -> Int:
 
 
 def same_clock(run: Run, a: Int, b: Int) -> Mask:
-    """Whether rows `a` and `b` were stamped by one host's clock (or by clocks already aligned)."""
-    layout, spans = run.layout, run.spans
-    if run.clock.aligned or len(layout.host) == 0:
+    """Whether rows `a` and `b` stand on one clock: stamped by one host, or put on one since."""
+    if len(run.layout.host) == 0:
         return np.ones(len(a), dtype=np.bool_)
-    host = layout.host[np.searchsorted(layout.ranks, spans.rank[a])]
-    other = layout.host[np.searchsorted(layout.ranks, spans.rank[b])]
-    result: Mask = host == other
+    result: Mask = run.clock_part(run.spans.rank[a]) == run.clock_part(run.spans.rank[b])
     return result
 
 
@@ -327,7 +324,7 @@ def wait_transfer(run: Run) -> Messages:
     second = np.where(eager, own, np.minimum(own, other))
     low = arrived - np.clip(np.maximum(sent + later, posted), posted, arrived)
     high = arrived - np.clip(np.maximum(sent - earlier, posted), posted, arrived)
-    usable = one | run.clock.aligned
+    usable = same_clock(run, send, receive)
     transfer = np.where(usable, first, second)
     return Messages(
         sent=sent,
@@ -387,7 +384,8 @@ def _slack(run: Run, sent: Int, arrived: Int, one_clock: Mask) -> tuple[Int, Int
     shortest: dict[tuple[int, int], int] = {}
     for (a, b), length in zip(host.tolist(), (arrived - sent).tolist(), strict=True):
         shortest[(a, b)] = min(shortest.get((a, b), length), length)
-    widest = 2 * (run.clock.half_width_ns or 0)
+    widths = [h.high_ns - h.low_ns for h in run.clock.hosts if h.low_ns is not None and h.high_ns is not None]
+    widest = max(widths, default=0)
     for i, (a, b) in enumerate(host.tolist()):
         if a != b:
             later[i] = max(0, shortest[(a, b)])

@@ -2,9 +2,9 @@
 
 A window ends where the last optimizer operation of the step ends. Taken per GPU alone, that would push the
 cooldown of the stages that finish early into the next step's warmup, and the closed forms of §6 could not hold.
-So, where clocks are aligned, step k ends for all at T_k, the latest such end of any GPU; only a GPU that already
-computes for step k+1 by then has its edge at that beginning. (Waiting for the first input of step k+1 is no
-beginning: that is how an early stage spends its cooldown.)
+So, on one clock, step k ends for all at T_k, the latest such end of any GPU; only a GPU that already computes for step
+k+1 by then has its edge at that beginning. (Waiting for the first input of step k+1 is no beginning: that is how an
+early stage spends its cooldown.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Windows:
     """One row per (rank, step) that was finished, sorted by rank, then step.
 
     rank, step: shape (w,). start_ns, end_ns: the window. first: bool, no step before it was seen, so it starts at
-    the first thing it did. close_ns: T_k of its step (equal to end_ns where clocks are not aligned).
+    the first thing it did. close_ns: T_k of its step among the ranks on its clock.
     base_ns: T_{k-1}, from which the replay counts.
     """
 
@@ -68,7 +68,6 @@ class Windows:
             result[mine[inside]] = rows.start + i[inside]
         return result
 
-
     def of_spans(self, spans: Spans) -> Int:
         """For each span the row of the window it belongs to, -1 when none: that of its step unless it comes after it
         (a receive may be posted before its step begins), else the one it starts in."""
@@ -97,7 +96,7 @@ def find_windows(run: Run) -> Windows:
         return _empty()
     edges = _drop_unfinished(edges)
     skipped = _skipped(run, np.unique(edges.step))
-    starts, ends, closes, bases, first = _place(edges, aligned=run.clock.aligned)
+    starts, ends, closes, bases, first = _place(edges, run.clock_part(edges.rank))
     keep = ~np.isin(edges.step, [s.index for s in skipped]) & (ends > starts)
     return Windows(
         edges.rank[keep],
@@ -191,33 +190,31 @@ def _skipped(run: Run, steps: Int) -> tuple[Skipped, ...]:
     return tuple(Skipped(s, why) for s in sorted(warm))
 
 
-def _place(e: _Edges, *, aligned: bool) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
-    """start, end, T_k, T_{k-1} and "first" per row; rows are sorted by rank, then step."""
+def _place(e: _Edges, clock: Int) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
+    """start, end, T_k, T_{k-1} and "first" per row; rows are sorted by rank, then step. clock: number per row; rows of
+    one number share their edges."""
     n = len(e.rank)
     follows = np.zeros(n, dtype=np.bool_)
     if n:
         follows[1:] = (e.rank[1:] == e.rank[:-1]) & (e.step[1:] == e.step[:-1] + 1)
-    steps, where = np.unique(e.step, return_inverse=True)
-    close_of = np.full(len(steps), np.iinfo(np.int64).min)
+    together, where = np.unique(np.stack([clock, e.step], axis=1), axis=0, return_inverse=True)
+    where = where.reshape(-1)
+    close_of = np.full(len(together), np.iinfo(np.int64).min)
     np.maximum.at(close_of, where, e.own_end_ns)
-    close = close_of[where] if aligned else e.own_end_ns.copy()
-    end = close.copy()
+    close = close_of[where]
     next_busy = np.full(n, np.iinfo(np.int64).max)
     next_busy[:-1][follows[1:]] = e.busy_from_ns[1:][follows[1:]]
-    end = np.maximum(np.minimum(end, next_busy), e.own_end_ns)
+    end = np.maximum(np.minimum(close, next_busy), e.own_end_ns)
     # A step without a predecessor starts where the first of its ranks began.
-    begin_of = np.full(len(steps), np.iinfo(np.int64).max)
+    begin_of = np.full(len(together), np.iinfo(np.int64).max)
     np.minimum.at(begin_of, where, e.begin_ns)
-    before = begin_of[where] if aligned else e.begin_ns
+    before = begin_of[where]
     start = before.copy()
     start[1:][follows[1:]] = end[:-1][follows[1:]]
-    previous_close = np.full(len(steps), np.iinfo(np.int64).min)
-    adjacent = np.flatnonzero(np.diff(steps) == 1)
-    previous_close[adjacent + 1] = close_of[adjacent]
-    base = np.where(previous_close[where] > np.iinfo(np.int64).min, previous_close[where], before)
-    if not aligned:
-        base = start
-    return start, end, close, base, ~follows
+    base_of = begin_of.copy()
+    adjacent = np.flatnonzero((np.diff(together, axis=0) == [0, 1]).all(axis=1))
+    base_of[adjacent + 1] = close_of[adjacent]
+    return start, end, close, base_of[where], ~follows
 
 
 def _holes(run: Run, e: _Edges) -> list[Notice]:

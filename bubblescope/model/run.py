@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bubblescope.model.clock import Clock
 from bubblescope.model.layout import Layout
@@ -45,6 +46,21 @@ class Run:
     @classmethod
     def empty(cls) -> Run:
         return cls(spans=Spans.empty(), names=Names())
+
+    def clock_part(self, rank: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The clock of each rank: times of ranks with the same number may be compared."""
+        layout = self.layout
+        if self.clock.aligned:
+            return np.zeros(len(rank), dtype=np.int64)
+        named = {h.host: part for h, part in zip(self.clock.hosts, self.clock.parts, strict=True)}
+        of_rank = {
+            r: named.get(self.names[h], len(named) + h)
+            for r, h in zip(layout.ranks.tolist(), layout.host.tolist(), strict=False)
+        }
+        used, where = np.unique(rank, return_inverse=True)
+        parts = np.array([of_rank.get(r, -1 - r) for r in used.tolist()], dtype=np.int64)
+        result: NDArray[np.int64] = parts[where.reshape(-1)]
+        return result
 
     def __repr__(self) -> str:
         return f"Run({', '.join(self._facts())})"

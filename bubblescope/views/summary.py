@@ -419,7 +419,9 @@ def _trust_steps(data: dict[str, Any]) -> Trust:
 def _trust_clock(data: dict[str, Any]) -> Trust:
     hosts = value(data, "clock", "hosts") or []
     if not value(data, "clock", "aligned"):
-        return Trust("clock error", "clocks not aligned: waits across GPUs are not split", False)
+        parts = {h.get("part") for h in hosts}
+        where = f"aligned within {len(parts)} parts of the job only" if len(parts) < len(hosts) else "not aligned"
+        return Trust("clock error", f"clocks {where}: waits across GPUs are not split", False)
     widths = [(h["high"] - h["low"]) / 2 for h in hosts if _finite(h.get("high")) and _finite(h.get("low"))]
     if len(hosts) <= 1 and not any(widths):
         return Trust("clock error", "none, one host", True)

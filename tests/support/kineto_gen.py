@@ -24,7 +24,9 @@ Json = dict[str, Any]
 class Shape:
     """One job. Times in ns; `scale` multiplies F and B of each rank; `kernels`: (in an F, in a B). schedule: a name of
     CONTRACT.md; where it has several stages on a rank, `chunks` says how many. I and W are half a B each. reversed:
-    the backwards of a GPipe run from the last micro-batch to the first."""
+    the backwards of a GPipe run from the last micro-batch to the first. replicas: pipelines of `stages` ranks each, of
+    equal times. Every step ends with an all-reduce among the replicas of a stage that takes reduce_ns, and one between
+    the first and the last stage of each pipeline that takes embedding_ns, where these are not 0."""
 
     stages: int = 4
     microbatches: int = 8
@@ -43,6 +45,13 @@ class Shape:
     gap_ns: int = 200_000
     start_ns: int = 5_000_000
     reversed: bool = False
+    replicas: int = 1
+    reduce_ns: int = 0
+    embedding_ns: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,17 @@ class Message:
     to_stage: int = -1
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """The kernel of one member of an all-reduce; `members`: the ranks of the group."""
+
+    step: int
+    rank: int
+    members: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+
+
 @dataclass
 class Truth:
     """All that happened, on one true clock."""
@@ -77,6 +97,7 @@ class Truth:
     shape: Shape
     ops: list[Op] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
     windows: list[tuple[int, int]] = field(default_factory=list)
     step_ranges: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
@@ -109,26 +130,27 @@ def simulate(shape: Shape) -> Truth:
 
 def _step(truth: Truth, step: int, begin: int) -> int:
     shape, p = truth.shape, truth.shape.stages
-    todo = [order_of(shape, rank) for rank in range(p)]
-    free = [begin] * p
-    produced: dict[tuple[bool, int, int], int] = {}
+    todo = [order_of(shape, rank % p) for rank in range(shape.ranks)]
+    free = [begin] * shape.ranks
+    produced: dict[tuple[int, bool, int, int], int] = {}
     while any(todo):
         moved = False
-        for rank in range(p):
+        for rank in range(shape.ranks):
             while todo[rank]:
                 kind, stage, i = todo[rank][0]
                 start = _input_ready(truth, step, rank, todo[rank][0], free[rank], produced)
                 if start is None:
                     break
-                end = start + round(_length(shape, kind) * shape.scale[rank])
+                end = start + round(_length(shape, kind) * shape.scale[rank % p])
                 truth.ops.append(Op(rank, step, kind, i, start, end, stage))
                 if kind != "W":
-                    produced[(kind == "F", stage, i)] = end
+                    produced[(rank // p, kind == "F", stage, i)] = end
                 free[rank] = end
                 todo[rank].pop(0)
                 moved = True
         assert moved, "the schedule deadlocks"
-    for s in range(p):
+    _reduce(truth, step, free)
+    for s in range(shape.ranks):
         done = free[s] + shape.optimizer_ns
         if shape.optimizer_ns:
             truth.ops.append(Op(s, step, "O", -1, free[s], done))
@@ -138,13 +160,27 @@ def _step(truth: Truth, step: int, begin: int) -> int:
     return last
 
 
+def _reduce(truth: Truth, step: int, free: list[int]) -> None:
+    """All-reduces of the end of a step; `free`: when each rank is, moved on."""
+    shape, p = truth.shape, truth.shape.stages
+    replicas = [tuple(range(stage, shape.ranks, p)) for stage in range(p)] if shape.reduce_ns else []
+    ends = [(first, first + p - 1) for first in range(0, shape.ranks, p)] if shape.embedding_ns else []
+    for groups, length in ((replicas, shape.reduce_ns), (ends, shape.embedding_ns)):
+        for members in groups:
+            end = max(free[rank] for rank in members) + length
+            truth.reductions.extend(Reduction(step, rank, members, free[rank], end) for rank in members)
+            for rank in members:
+                free[rank] = end
+
+
 def _length(shape: Shape, kind: str) -> int:
     return {"F": shape.forward_ns, "B": shape.backward_ns}.get(kind, shape.backward_ns // 2)
 
 
 def _input_ready(
-    truth: Truth, step: int, rank: int, op: tuple[str, int, int], free: int, produced: dict[tuple[bool, int, int], int]
-) -> int | None:
+    truth: Truth, step: int, rank: int, op: tuple[str, int, int], free: int,
+    produced: dict[tuple[int, bool, int, int], int],
+) -> int | None:  # fmt: skip
     """When `rank`, free since `free`, can begin `op`; None while its input is not there. Notes the message."""
     shape = truth.shape
     kind, stage, i = op
@@ -152,10 +188,11 @@ def _input_ready(
     source = stage - 1 if forward else stage + 1
     if kind == "W" or not 0 <= source < shape.stages * shape.chunks:
         return free
-    sent = produced.get((forward, source, i))
+    replica = rank // shape.stages
+    sent = produced.get((replica, forward, source, i))
     if sent is None:
         return None
-    sender = rank_of_stage(shape.schedule, source, shape.stages)
+    sender = replica * shape.stages + rank_of_stage(shape.schedule, source, shape.stages)
     if sender == rank:
         return max(free, sent)
     start = max(sent, free) + shape.transfer_ns
@@ -198,7 +235,7 @@ class Style:
 
 def traces(truth: Truth, style: Style = Style()) -> dict[int, Json]:
     """rank -> the document that its profiler would have exported."""
-    return {s + style.first_rank: _Rank(truth, style, s).document() for s in range(truth.shape.stages)}
+    return {s + style.first_rank: _Rank(truth, style, s).document() for s in range(truth.shape.ranks)}
 
 
 def write(folder: Path, documents: dict[int, Json], *, packed: bool = True, compact: bool = False) -> list[Path]:
@@ -244,8 +281,9 @@ class _Rank:
         self._metadata_events()
         for item in self._issue_order():
             self._kernels(item) if isinstance(item, Op) else self._message(item)
+        self._reductions()
         self._steps()
-        info: Json = {"backend": "nccl", "rank": self.rank, "world_size": self.style.world or self.truth.shape.stages}
+        info: Json = {"backend": "nccl", "rank": self.rank, "world_size": self.style.world or self.truth.shape.ranks}
         head: Json = {"schemaVersion": 1, "deviceProperties": [{"id": self.stage, "name": "Model GPU"}]}
         head["distributedInfo"] = info
         if self.style.host(self.rank):
@@ -370,7 +408,8 @@ class _Rank:
 
     def _nccl(self, message: Message, sends: bool) -> Json:
         first = self.style.first_rank
-        members = self.style.members or tuple(range(first, first + self.truth.shape.stages))
+        first_of_pipeline = first + self.stage // self.truth.shape.stages * self.truth.shape.stages
+        members = self.style.members or tuple(range(first_of_pipeline, first_of_pipeline + self.truth.shape.stages))
         shift = first if not self.style.local_ranks else 0
         return {
             "Collective name": "send" if sends else "recv", "In msg nelems": self.truth.shape.bytes // 2,
@@ -380,6 +419,26 @@ class _Rank:
             "Src Rank": message.source + shift, "Dst Rank": message.destination + shift,
             "Comms Id": 18446744073709551557,
         }  # fmt: skip
+
+    def _reductions(self) -> None:
+        """Their kernels, issued as they begin. Each group counts its own."""
+        count: dict[tuple[int, ...], int] = {}
+        for one in (r for r in self.truth.reductions if r.rank == self.stage):
+            count[one.members] = count.get(one.members, 0) + 1
+            self.corr += 1
+            members = [rank + self.style.first_rank for rank in one.members]
+            args: Json = {"device": self.stage, "stream": 28, "correlation": self.corr}
+            if self.style.metadata:
+                args |= {
+                    "Collective name": "allreduce", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 20,
+                    "Group size": len(members), "dtype": "BFloat16", "Process Group Name": "9",
+                    "Process Group Ranks": str(members), "Rank": members.index(self.rank), "Seq": count[one.members],
+                }  # fmt: skip
+            name = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+            self.add("kernel", name, one.start_ns, one.end_ns, 28, args, pid=self.stage)
+            if self.style.launches or self.style.ranges or self.style.autograd:
+                at = one.start_ns - 1_000
+                self.add("cuda_runtime", "cudaLaunchKernelExC", at, at + 50, self.pid, {"correlation": self.corr})
 
     def _steps(self) -> None:
         if not self.style.profiler_step:

@@ -28,6 +28,11 @@ def prepared(folder: Path, truth: Truth, clocks: dict[int, tuple[int, float]]) -
 
 def errors_ns(run: Run, truth: Truth) -> dict[int, int]:
     """How far the first and last kernel of each rank are from the truth after alignment; the worse one."""
+    return {rank: max(abs(a), abs(b)) for rank, (a, b) in differences_ns(run, truth).items()}
+
+
+def differences_ns(run: Run, truth: Truth) -> dict[int, tuple[int, int]]:
+    """Of the first and the last kernel of each rank: stamp after alignment minus truth."""
     s = run.spans
     out = {}
     for rank in run.ranks:
@@ -35,7 +40,7 @@ def errors_ns(run: Run, truth: Truth) -> dict[int, int]:
         ops = [o for o in truth.ops if o.rank == rank]
         first = int(s.start_ns[rows].min()) - min(o.start_ns for o in ops)
         last = int(s.end_ns[rows].max()) - max(o.end_ns for o in ops)
-        out[rank] = max(abs(first), abs(last))
+        out[rank] = (first, last)
     return out
 
 
@@ -111,13 +116,76 @@ def test_contradictory_clocks_are_refused_and_nothing_is_moved(tmp_path: Path) -
     assert (run.spans.start_ns == before.spans.start_ns).all()
 
 
-def test_a_host_that_shares_no_message_is_said(tmp_path: Path) -> None:
-    docs = traces(simulate(Shape()), Style(host=lambda rank: f"h{rank}"))
-    del docs[2]
+PARTS = {0: [0, 0, 0], 1: [0, 1, 1], 2: [0, 0, 2], 3: [0, 0, 0]}
+"""The missing rank of four -> the part of each of the others."""
+
+
+@pytest.mark.parametrize("without", sorted(PARTS))
+@pytest.mark.parametrize("name", sorted(OFFSETS))
+def test_what_a_missing_rank_cuts_apart_is_aligned_in_parts(tmp_path: Path, name: str, without: int) -> None:
+    """Each part is on the clock of its first host, within the printed interval."""
+    truth = simulate(Shape(steps=4))
+    docs = traces(truth, Style(clock_ns=OFFSETS[name], host=lambda rank: f"host{rank}"))
+    del docs[without]
     write(tmp_path, docs)
     run = prepare(read(tmp_path))
-    assert not run.clock.aligned
-    assert any(n.code == "clock-unbounded" and "h3" in n.message for n in run.notices)
+    assert list(run.clock.parts) == PARTS[without]
+    assert run.clock.aligned == (len(set(PARTS[without])) == 1)
+    assert run.clock_part(run.layout.ranks).tolist() == PARTS[without]
+    off = differences_ns(run, truth)
+    for i, (rank, host) in enumerate(zip(run.ranks, run.clock.hosts, strict=True)):
+        first = run.ranks[PARTS[without][i]]
+        assert host.low_ns is not None
+        assert host.high_ns is not None
+        assert host.high_ns - host.low_ns < 400_000
+        error = max(abs(a - b) for a, b in zip(off[rank], off[first], strict=True))
+        assert error <= min(10_000, (host.high_ns - host.low_ns) / 2)
+    cut = [n.message for n in run.notices if n.code == "clock-unbounded"]
+    assert len(cut) == (not run.clock.aligned)
+    assert all(f"host{rank}" in text for text in cut for rank in run.ranks)
+
+
+def test_messages_within_a_part_are_split_where_the_whole_is_not_aligned(tmp_path: Path) -> None:
+    truth = simulate(Shape(steps=4))
+    docs = traces(truth, Style(clock_ns=OFFSETS["5 ms"], host=lambda rank: f"host{rank}"))
+    del docs[1]
+    write(tmp_path, docs)
+    messages = wait_transfer(prepare(read(tmp_path)))
+    assert len(messages) == sum({m.source, m.destination} == {2, 3} for m in truth.messages)
+    assert np.abs(messages.transfer - truth.shape.transfer_ns).max() < 10_000
+    assert (messages.transfer_high - messages.transfer_low < 200_000).all()
+
+
+@pytest.mark.parametrize("name", sorted(OFFSETS))
+def test_data_parallel_groups_reconnect_what_a_missing_rank_cuts(tmp_path: Path, name: str) -> None:
+    truth = simulate(Shape(steps=12, replicas=2, reduce_ns=500_000))
+    clocks = {**OFFSETS[name], **{rank + 4: (-2 * o, -d) for rank, (o, d) in OFFSETS[name].items()}}
+    docs = traces(truth, Style(clock_ns=clocks, host=lambda rank: f"host{rank}"))
+    del docs[1]
+    write(tmp_path, docs)
+    run = prepare(read(tmp_path))
+    assert run.clock.aligned
+    assert run.clock.half_width_ns is not None
+    assert max(errors_ns(run, truth).values()) <= run.clock.half_width_ns
+
+
+def test_ranks_of_one_host_are_not_cut_apart_by_a_missing_rank(tmp_path: Path) -> None:
+    docs = traces(simulate(Shape()), Style(host=lambda rank: "one"))
+    del docs[1]
+    write(tmp_path, docs)
+    run = prepare(read(tmp_path))
+    assert (run.clock.aligned, run.clock.how) == (True, "one host")
+
+
+def test_a_host_known_too_widely_is_apart_and_the_others_stay_together(tmp_path: Path) -> None:
+    """Rank 0 meets rank 3 in one all-reduce a step, for which rank 3 waits long: that bounds a clock to some ms."""
+    truth = simulate(Shape(steps=4, embedding_ns=300_000))
+    docs = traces(truth, Style(clock_ns=OFFSETS["5 ms"], host=lambda rank: f"host{rank}"))
+    del docs[1]
+    write(tmp_path, docs)
+    run = prepare(read(tmp_path))
+    assert list(run.clock.parts) == [0, 1, 1]
+    assert [n.code for n in run.notices if n.code.startswith("clock")] == ["clock-too-wide"]
 
 
 def test_an_interval_that_is_too_wide_is_refused(tmp_path: Path) -> None:
