@@ -20,8 +20,6 @@ _LAUNCHERS = re.compile(
     r"(?:.*/)?(?:torchrun|deepspeed|accelerate|srun|mpirun|mpiexec(?:\.\w+)?|orterun|prterun)"
     r"|torch\.distributed\.(?:run|launch)|deepspeed\.launcher\.\w+|accelerate\.commands\.\w+"
 )
-_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
-_TAKES_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _FRAMEWORKS = ("megatron", "deepspeed", "torchtitan")
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -272,28 +270,8 @@ def _is_helper(one: Process, processes: Mapping[int, Process], found: Mapping[in
 
 def _launcher_name(one: Process) -> str:
     """Of a process that only starts others, as far as its name tells; else ""."""
-    program = _program(one.command)
+    program = process.program(one.command)
     return program.rpartition("/")[2] if _LAUNCHERS.fullmatch(program) else ""
-
-
-def _program(command: tuple[str, ...]) -> str:
-    """What runs: the executable, or with Python the script or module.
-
-    >>> _program(("/venv/bin/python3", "-u", "-m", "torch.distributed.run", "train.py"))
-    'torch.distributed.run'
-    """
-    words = iter(command)
-    program = next(words, "")
-    if not _PYTHON.fullmatch(program):
-        return program
-    for word in words:
-        if word == "-m":
-            return next(words, "")
-        if word in _TAKES_A_WORD:
-            next(words, "")
-        elif not word.startswith("-"):
-            return word
-    return program
 
 
 def _framework(command: tuple[str, ...]) -> str:

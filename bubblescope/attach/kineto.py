@@ -19,8 +19,10 @@ from pathlib import Path
 
 from bubblescope.attach import process
 from bubblescope.attach.discover import Rank
+from bubblescope.attach.early import Early, EndedEarly
 from bubblescope.attach.kineto_daemon import DIRECTORY_VARIABLE, Endpoint
 from bubblescope.errors import AttachError, InputError
+from bubblescope.views.format import counted
 
 DEFAULT_POLL_SECONDS = 10.0
 WARMUP_SECONDS = 1
@@ -60,10 +62,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Traces:
-    """files: one per rank, renamed so that they tell their rank. lost: {label of a rank: why it has no file}."""
+    """files: one per rank, renamed so that they tell their rank. lost: {label of a rank: why it has no file}.
+    pending: some will still be written, as Kineto cannot be told to end a window early."""
 
     files: tuple[Path, ...]
     lost: Mapping[str, str]
+    pending: bool = False
 
 
 def poll_seconds(rank: Rank) -> float:
@@ -76,23 +80,23 @@ def poll_seconds(rank: Rank) -> float:
     return max(1.0, float(found[1])) if found else DEFAULT_POLL_SECONDS
 
 
-def collect(ranks: Sequence[Rank], plan: Plan, tell: Tell) -> Traces:
-    """Trace all these ranks in one common window.
+def collect(ranks: Sequence[Rank], plan: Plan, early: Early, tell: Tell) -> Traces:
+    """Trace all these ranks in one common window. plan.folder is there, and the job's user can write to it.
 
     Raises AttachError when another daemon owns the endpoint, a rank is being traced already, or no rank gives a
     trace; InputError when the ranks' windows have no moment in common.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    _hand_over(plan.folder, ranks)
     with ExitStack() as stack:
         endpoints = _endpoints(ranks, stack)
-        _await_ready(ranks, endpoints, tell)
+        _await_ready(ranks, endpoints, early, tell)
         if plan.seconds is not None:
-            made = _by_duration(ranks, plan, endpoints)
+            made = _by_duration(ranks, plan, endpoints, early)
         else:
-            made = _by_iterations(ranks, plan, endpoints, tell)
+            made = _by_iterations(ranks, plan, endpoints, early, tell)
     if not made.files:
         reasons = "; ".join(f"{who}: {why}" for who, why in made.lost.items())
+        if early:
+            raise EndedEarly(early, f"no rank wrote a trace: {reasons}", pending=made.pending)
         raise AttachError(
             f"no rank wrote a trace: {reasons}",
             hint="the job's own log has Kineto's words on it; some versions write only below the job's temporary "
@@ -116,12 +120,14 @@ def _endpoints(ranks: Sequence[Rank], stack: ExitStack) -> _Endpoints:
     return {one: stack.enter_context(Endpoint(one, uids)) for one in directories}
 
 
-def _await_ready(ranks: Sequence[Rank], endpoints: _Endpoints, tell: Tell) -> None:
+def _await_ready(ranks: Sequence[Rank], endpoints: _Endpoints, early: Early, tell: Tell) -> None:
     """Until every rank has polled. Those that say they are busy are traced already, by the job or by another."""
     patience = max(map(poll_seconds, ranks)) * 2 + 2
-    tell(f"waiting for {len(ranks)} ranks to ask (at most {patience:.0f} s)")
+    tell(f"waiting for {counted(len(ranks), 'rank')} to ask (at most {patience:.0f} s)")
     ends = time.monotonic() + patience
     while time.monotonic() < ends and not all(rank.pid in endpoints[_directory(rank)].seen() for rank in ranks):
+        if early:
+            raise EndedEarly(early, "no rank was asked for a trace")
         time.sleep(0.05)
     seen = {pid: poll for endpoint in endpoints.values() for pid, poll in endpoint.seen().items()}
     silent = [rank for rank in ranks if rank.pid not in seen]
@@ -154,7 +160,7 @@ def _some(labels: Sequence[str]) -> str:
 # ---- the two kinds of window
 
 
-def _by_duration(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints) -> Traces:
+def _by_duration(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early: Early) -> Traces:
     """One start time for all, late enough that each rank has fetched its config and warmed up."""
     assert plan.seconds is not None
     lead = max(map(poll_seconds, ranks)) + WARMUP_SECONDS + MARGIN_SECONDS
@@ -162,10 +168,10 @@ def _by_duration(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints) -> Tr
         f"PROFILE_START_TIME={int((time.time() + lead) * 1000)}\n"
         f"ACTIVITIES_DURATION_MSECS={max(1, round(plan.seconds * 1000))}\n"
     )
-    return _round(ranks, plan.folder, endpoints, text, lead + plan.seconds)
+    return _round(ranks, plan.folder, endpoints, text, lead + plan.seconds, early)
 
 
-def _by_iterations(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, tell: Tell) -> Traces:
+def _by_iterations(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early: Early, tell: Tell) -> Traces:
     """Ranks count their steps alike but ask at different moments, so one start number is needed that none of them
     has passed: a multiple of a number of steps that lasts longer than the ranks take to ask."""
     multiple = 1
@@ -175,9 +181,9 @@ def _by_iterations(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, tel
             f"PROFILE_START_ITERATION=0\nPROFILE_START_ITERATION_ROUNDUP={multiple}\n"
             f"ACTIVITIES_ITERATIONS={plan.steps}\n"
         )
-        made = _round(ranks, plan.folder, endpoints, text, 8 * poll + 60)
+        made = _round(ranks, plan.folder, endpoints, text, 8 * poll + 60, early)
         windows = [_window(path) for path in made.files]
-        if not made.files or overlap(windows) >= 0.5:
+        if early or not made.files or overlap(windows) >= 0.5:
             return made
         assert plan.steps is not None
         step_s = max(1e-4, sum(end - start for start, end in windows) / len(windows) / plan.steps)
@@ -204,7 +210,7 @@ def overlap(windows: Sequence[tuple[float, float]]) -> float:
     return max(0.0, common / longest) if longest > 0 else 0.0
 
 
-def _round(ranks: Sequence[Rank], folder: Path, endpoints: _Endpoints, text: str, lasts: float) -> Traces:
+def _round(ranks: Sequence[Rank], folder: Path, endpoints: _Endpoints, text: str, lasts: float, early: Early) -> Traces:
     """Offer one config to all, wait for what comes of it."""
     stamp = f".kineto-{os.getpid()}-{time.monotonic_ns()}"
     wanted = {rank.pid: _writes_to(rank, folder) / f"{stamp}_{rank.pid}.json" for rank in ranks}
@@ -214,12 +220,12 @@ def _round(ranks: Sequence[Rank], folder: Path, endpoints: _Endpoints, text: str
         config += f"ACTIVITIES_WARMUP_PERIOD_SECS={WARMUP_SECONDS}\n{text}"
         endpoints[_directory(rank)].offer({rank.pid: config})
     try:
-        _await_files(wanted, time.monotonic() + lasts + EXPORT_SECONDS)
+        _await_files(wanted, time.monotonic() + lasts + EXPORT_SECONDS, early)
     finally:
         for endpoint in endpoints.values():
             endpoint.withdraw()
     taken = {pid for endpoint in endpoints.values() for pid in endpoint.taken()}
-    return _gather(ranks, folder, wanted, taken)
+    return _gather(ranks, folder, wanted, taken, early)
 
 
 def _writes_to(rank: Rank, folder: Path) -> Path:
@@ -227,16 +233,16 @@ def _writes_to(rank: Rank, folder: Path) -> Path:
     return Path((rank.environ or {}).get(TRACE_VARIABLE) or folder)
 
 
-def _await_files(wanted: Mapping[int, Path], ends: float) -> None:
+def _await_files(wanted: Mapping[int, Path], ends: float, early: Early) -> None:
     """Until each rank has a file, or has ended."""
-    while time.monotonic() < ends:
+    while time.monotonic() < ends and not early:
         if all(path.exists() or not process.exists(pid) for pid, path in wanted.items()):
             return
         time.sleep(0.05)
 
 
-def _gather(ranks: Sequence[Rank], folder: Path, wanted: Mapping[int, Path], taken: set[int]) -> Traces:
-    files, lost = [], {}
+def _gather(ranks: Sequence[Rank], folder: Path, wanted: Mapping[int, Path], taken: set[int], early: Early) -> Traces:
+    files, lost, pending = [], {}, False
     for order, rank in enumerate(ranks):
         path = wanted[rank.pid]
         unfinished = path.with_name(path.name + ".tmp")
@@ -247,22 +253,19 @@ def _gather(ranks: Sequence[Rank], folder: Path, wanted: Mapping[int, Path], tak
             lost[rank.label] = "it ended before its trace was written"
         elif rank.pid not in taken:
             lost[rank.label] = "it did not fetch the request"
+        elif early:
+            pending = True
+            lost[rank.label] = f"it had fetched the request: it will end its window, and write {path}"
+            continue
         elif unfinished.exists():
             lost[rank.label] = "its trace was begun and not written (Kineto says why in the job's log)"
         else:
             lost[rank.label] = "Kineto dropped the request (it says why in the job's log)"
         unfinished.unlink(missing_ok=True)
-    return Traces(tuple(files), lost)
+    return Traces(tuple(files), lost, pending)
 
 
 # ---- files
-
-
-def _hand_over(folder: Path, ranks: Sequence[Rank]) -> None:
-    """When root asks for another user's job, that user's processes must be able to write there."""
-    owner = ranks[0].uid
-    if os.geteuid() == 0 and owner != 0 and folder.stat().st_uid == 0:
-        os.chown(folder, owner, -1)
 
 
 def _named(path: Path, folder: Path, rank: int, world: int | None) -> Path:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bubblescope.attach import process
 from bubblescope.errors import AttachError
 
 NAME = "dynolog"
@@ -246,11 +247,35 @@ def _bind(directory: str | None) -> socket.socket:
 
 def _owned(directory: str | None) -> AttachError:
     where = f"{_path(directory)}" if directory else "the abstract name 'dynolog'"
+    pid, name = _owner(directory)
+    if name == "bubblescope":
+        return AttachError(
+            f"another bubblescope (process {pid}) owns the endpoint that the jobs poll, {where}",
+            hint="one Kineto window at a time: wait until that one has ended, or end it with Ctrl-C or SIGTERM",
+        )
+    who = f"process {pid} ({name})" if pid else "a profiler daemon (dynolog?)"
     return AttachError(
-        f"a profiler daemon (dynolog?) owns the endpoint that the jobs poll, {where}",
+        f"{who} owns the endpoint that the jobs poll, {where}",
         hint="ask that daemon for the traces: dyno gputrace --log-file FILE, then bubblescope analyze FILE…; "
         "or attach by the agent",
     )
+
+
+def _owner(directory: str | None) -> tuple[int, str]:
+    """The process that has the endpoint open, and its program; (0, "") when it may not be looked at."""
+    wanted = f"@{NAME}@" if directory is None else str(_path(directory))
+    rows = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()]
+    links = {f"socket:[{row[6]}]" for row in rows if len(row) == 8 and row[7] == wanted}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            if any(str(fd.readlink()) in links for fd in (entry / "fd").iterdir()):
+                command = process.look(int(entry.name)).command
+                return int(entry.name), Path(process.program(command)).name
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return 0, ""
 
 
 def _clear(directory: str) -> None:

@@ -13,6 +13,8 @@ from bubblescope.attach.elf import mappings
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _LIBPYTHON = re.compile(r"(?:^|/)(?:lib)?python(3\.\d+)")
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+_TAKES_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
 _SIGTRAP_BIT = 1 << 4
 _CAP_SYS_PTRACE = 1 << 19
 
@@ -35,6 +37,26 @@ def look(pid: int) -> Process:
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     return Process(pid, int(fields["PPid"]), int(fields["Uid"].split()[1]), tuple(words[:-1]), environ)
+
+
+def program(command: tuple[str, ...]) -> str:
+    """What runs: the executable, or with Python the script or module.
+
+    >>> program(("/venv/bin/python3", "-u", "-m", "torch.distributed.run", "train.py"))
+    'torch.distributed.run'
+    """
+    words = iter(command)
+    executable = next(words, "")
+    if not _PYTHON.fullmatch(executable):
+        return executable
+    for word in words:
+        if word == "-m":
+            return next(words, "")
+        if word in _TAKES_A_WORD:
+            next(words, "")
+        elif not word.startswith("-"):
+            return word
+    return executable
 
 
 def status(pid: int) -> dict[str, str]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bubblescope.attach import client, discover, inject, kineto, numbering, process, protocol, together
 from bubblescope.attach.discover import Rank
+from bubblescope.attach.early import Early, EndedEarly, ends_early
 from bubblescope.errors import AttachError, InputError, UsageError
+from bubblescope.views.format import counted
 
 WAYS = ("auto", "agent", "kineto", "inject", "gdb")
 DEFAULT_SECONDS = 5.0
@@ -40,27 +44,77 @@ class Plan:
 @dataclass(frozen=True)
 class Attached:
     """folder: of what was recorded, ready for `ingest.read`. via: the way taken. stall_ms: the longest time that a
-    training thread waited for us. warnings: what the user should know."""
+    training thread waited for us. warnings: what the user should know. early: whether the user ended it.
+
+    Numbers of ranks: detached, whose hooks are out again, or that gave a trace; ended meanwhile; hooked, until their
+    next step; failed, for what the warnings say."""
 
     folder: Path
     via: str
-    ranks: tuple[Rank, ...]
-    stall_ms: float
+    detached: int
+    ended: int = 0
+    hooked: int = 0
+    failed: int = 0
+    stall_ms: float = 0.0
     warnings: tuple[str, ...] = ()
+    early: Early = field(default_factory=Early)
 
 
 def attach(plan: Plan, confirm: Confirm, tell: Tell) -> Attached:
     """Record a live job. confirm: asked, with the risk, before anything is injected. tell: progress.
 
-    Raises AttachError when there is nothing to attach to or it is refused, InputError when nothing was recorded.
+    SIGINT, SIGTERM and SIGHUP end the recording early. Raises AttachError when there is nothing to attach to or it is
+    refused, InputError when nothing was recorded, UsageError when the folder cannot be used.
     """
     ranks = targets(plan.target)
     via = choose(ranks, plan.via)
-    if via == "kineto":
-        return _by_kineto(ranks, plan, tell)
-    if via in ("inject", "gdb"):
-        ranks = _inject(ranks, confirm, tell, with_gdb=via == "gdb")
-    return _by_agent(ranks, plan, via, tell)
+    folder = plan.out.absolute() / ("traces" if via == "kineto" else "recording")
+    _check_unused(folder)
+    with _prepared(folder, ranks[0].uid):
+        if via == "kineto":
+            return _by_kineto(ranks, plan, folder, tell)
+        if via in ("inject", "gdb"):
+            ranks = _inject(ranks, confirm, tell, with_gdb=via == "gdb")
+        return _by_agent(ranks, plan, folder, via, tell)
+
+
+def _check_unused(folder: Path) -> None:
+    if any(folder.glob("*.pt.trace.json")):
+        raise UsageError("there are traces already", hint="choose another --out", where=str(folder))
+    if any(discover.host_of(path) == socket.gethostname() for path in folder.glob("rank-*.jsonl")):
+        raise UsageError("there is a recording of this host already", hint="choose another --out", where=str(folder))
+
+
+@contextmanager
+def _prepared(folder: Path, owner: int) -> Iterator[None]:
+    """Around what fills the folder: it is there, and the job's user can write to it. When nothing came of it, what was
+    made here is removed again."""
+    made: list[Path] = []
+    try:
+        made += [one for one in (folder, *folder.parents) if not one.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if os.geteuid() == 0 and owner != 0 and folder.stat().st_uid == 0:
+            os.chown(folder, owner, -1)
+    except OSError as error:
+        _remove_empty(made)
+        raise UsageError(
+            f"nothing can be written there: {error.strerror or error}", hint="choose another --out", where=str(folder)
+        ) from error
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, EndedEarly) and error.pending):
+            _remove_empty(made)
+        raise
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """folders: from the innermost out."""
+    with suppress(OSError):
+        for one in folders:
+            one.rmdir()
 
 
 # ---- which ranks, which way
@@ -175,53 +229,61 @@ def _enter(rank: Rank, tell: Tell, *, with_gdb: bool) -> Rank:
 # ---- recording through agents
 
 
-def _by_agent(ranks: Sequence[Rank], plan: Plan, via: str, tell: Tell) -> Attached:
-    folder = plan.out.absolute() / "recording"
-    _prepare_folder(folder, ranks)
-    tell(f"recording {len(ranks)} ranks into {folder}")
-    watches = together.record(ranks, folder, plan.seconds or DEFAULT_SECONDS, plan.steps, tell)
+def _by_agent(ranks: Sequence[Rank], plan: Plan, folder: Path, via: str, tell: Tell) -> Attached:
+    tell(f"recording {counted(len(ranks), 'rank')} into {folder}")
+    with ends_early() as early:
+        watches = together.record(ranks, folder, plan.seconds or DEFAULT_SECONDS, plan.steps, early, tell)
     warnings = [f"{w.rank.label}: {w.ended}" for w in watches if w.ended]
     warnings += sorted({text for w in watches for text in w.warnings})
+    try:
+        made = _numbered(folder, plan.steps, warnings)
+    except InputError as error:
+        if early:
+            raise EndedEarly(early, error.what) from error
+        raise
+    if made.silent:
+        warnings.append(f"no whole step was recorded of ranks {', '.join(map(str, made.silent))}")
+    if early:
+        warnings.insert(0, f"{early.says}: the report is of what was recorded until then")
+    return Attached(
+        folder,
+        via,
+        detached=sum(w.state == "done" and not w.gone for w in watches),
+        ended=sum(w.gone for w in watches),
+        hooked=sum(w.state not in ("done", "failed") and not w.gone for w in watches),
+        failed=sum(w.state == "failed" and not w.gone for w in watches),
+        stall_ms=max(w.stall_ms for w in watches),
+        warnings=tuple(warnings),
+        early=early,
+    )
+
+
+def _numbered(folder: Path, steps: int | None, reasons: Sequence[str]) -> numbering.Numbered:
     if not any(folder.glob("rank-*.jsonl")):
         raise InputError(
-            "nothing was recorded: " + ("; ".join(warnings) or "no rank came to a step"),
+            "nothing was recorded: " + ("; ".join(reasons) or "no rank came to a step"),
             hint="record longer with --duration, if a step of the job takes that long",
             where=str(folder),
         )
-    made = numbering.make_common(folder, plan.steps)
-    if made.silent:
-        warnings.append(f"no whole step was recorded of ranks {', '.join(map(str, made.silent))}")
-    return Attached(folder, via, tuple(ranks), max(w.stall_ms for w in watches), tuple(warnings))
-
-
-def _prepare_folder(folder: Path, ranks: Sequence[Rank]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    mine = [path for path in folder.glob("rank-*.jsonl") if discover.host_of(path) == socket.gethostname()]
-    if mine:
-        raise UsageError("there is a recording of this host already", hint="choose another --out", where=str(folder))
-    owner = ranks[0].uid
-    if os.geteuid() == 0 and owner != 0 and folder.stat().st_uid == 0:
-        os.chown(folder, owner, -1)
+    return numbering.make_common(folder, steps)
 
 
 # ---- recording through Kineto
 
 
-def _by_kineto(ranks: Sequence[Rank], plan: Plan, tell: Tell) -> Attached:
+def _by_kineto(ranks: Sequence[Rank], plan: Plan, folder: Path, tell: Tell) -> Attached:
     if profiling := [rank for rank in ranks if rank.profiler]:
         raise AttachError(
             f"the job's own torch.profiler runs in {_some(profiling)}",
             hint="wait until it has ended, and analyse its traces",
         )
-    folder = plan.out.absolute() / "traces"
-    if any(folder.glob("*.pt.trace.json")):
-        raise UsageError("there are traces already", hint="choose another --out", where=str(folder))
     seconds = None if plan.steps is not None else plan.seconds or DEFAULT_SECONDS
     asked = kineto.Plan(folder, seconds, plan.steps)
     tell(
         f"warning: Kineto crashes a process that exits while it is being traced: the job must not end "
         f"{asked.lasts(ranks)}"
     )
-    made = kineto.collect(ranks, asked, tell)
+    with ends_early() as early:
+        made = kineto.collect(ranks, asked, early, tell)
     warnings = tuple(f"{who}: {why}" for who, why in made.lost.items())
-    return Attached(folder, "kineto", tuple(ranks), 0.0, warnings)
+    return Attached(folder, "kineto", detached=len(made.files), warnings=warnings, early=early)

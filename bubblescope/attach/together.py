@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bubblescope.attach import client, process
 from bubblescope.attach.discover import Rank
+from bubblescope.attach.early import Early
 from bubblescope.errors import AttachError, BubblescopeError
 
 EXTRA_STEPS = 3
@@ -28,12 +30,13 @@ OUT_SECONDS = 120.0
 
 @dataclass
 class Watch:
-    """One rank during a window. ended: why there is nothing more to come from it. steps: recorded so far; base: when
-    the common stretch began."""
+    """One rank during a window. ended: why there is nothing more to come from it; gone: because its process is.
+    steps: recorded so far; base: when the common stretch began."""
 
     rank: Rank
     state: str = ""
     ended: str = ""
+    gone: bool = False
     steps: int = 0
     base: int = 0
     stall_ms: float = 0.0
@@ -45,28 +48,35 @@ class Watch:
 
 
 def record(
-    ranks: Sequence[Rank], folder: Path, seconds: float | None, steps: int | None, tell: Callable[[str], None]
+    ranks: Sequence[Rank],
+    folder: Path,
+    seconds: float | None,
+    steps: int | None,
+    early: Early,
+    tell: Callable[[str], None],
 ) -> list[Watch]:
-    """Record so many steps, or seconds, during which all ranks record. Hooks are out when this returns.
+    """Record so many steps, or seconds, during which all ranks record; less when it is to end early. Hooks are out
+    when this returns, but for ranks that came to no further step.
 
     Raises AttachError when a rank refuses; then no rank records.
     """
     watches = [Watch(rank) for rank in ranks]
     try:
         _start(watches, folder)
-        _await(watches, lambda w: w.state == "recording", "the start of the next step", tell)
+        wait = partial(_await, watches, early=early, tell=tell)
+        wait(lambda w: w.state == "recording", "the start of the next step")
         began = time.monotonic()
         for watch in watches:
             watch.base = watch.steps
         if steps is not None:
             wanted = steps + EXTRA_STEPS
-            _await(watches, lambda w: w.steps >= w.base + wanted, f"{wanted} further steps", tell)
+            wait(lambda w: w.steps >= w.base + wanted, f"{wanted} further steps")
         else:
             lasts = seconds or 0.0
-            _await(watches, lambda w: time.monotonic() - began >= lasts, f"{lasts:g} s to pass", lambda text: None)
+            wait(lambda w: time.monotonic() - began >= lasts, f"{lasts:g} s to pass", tell=lambda text: None)
     finally:
         _stop(watches)
-    _come_out(watches)
+    _come_out(watches, early, tell)
     return watches
 
 
@@ -87,11 +97,13 @@ def _stop(watches: Sequence[Watch]) -> None:
                 continue  # it is gone, or its lease ends it
 
 
-def _await(watches: Sequence[Watch], ready: Callable[[Watch], bool], what: str, tell: Callable[[str], None]) -> None:
+def _await(
+    watches: Sequence[Watch], ready: Callable[[Watch], bool], what: str, *, early: Early, tell: Callable[[str], None]
+) -> None:
     """Until every rank that still records is ready. A job's step may take minutes, so there is no limit."""
     told = False
     began = time.monotonic()
-    while True:
+    while not early:
         for watch in watches:
             _update(watch)
         missing = [watch for watch in watches if not watch.over and not ready(watch)]
@@ -103,7 +115,9 @@ def _await(watches: Sequence[Watch], ready: Callable[[Watch], bool], what: str, 
         time.sleep(POLL_SECONDS)
 
 
-def _come_out(watches: Sequence[Watch]) -> None:
+def _come_out(watches: Sequence[Watch], early: Early, tell: Callable[[str], None]) -> None:
+    if early:
+        tell(f"{early.says}: hooks come out at the next step")
     ends = time.monotonic() + OUT_SECONDS
     while any(not watch.over for watch in watches):
         for watch in watches:
@@ -120,6 +134,7 @@ def _update(watch: Watch) -> None:
         _ask(watch, "status")
     except client.NoAgent:
         if not process.exists(watch.rank.pid):
+            watch.gone = True
             watch.ended = "it ended while it was being recorded"
 
 

@@ -11,8 +11,9 @@ import click
 
 from bubblescope.cli.analyze import Outputs, deliver, make_report
 from bubblescope.cli.output import FiniteRange, json_option, results, warn
-from bubblescope.errors import AttachError
+from bubblescope.errors import AttachError, InputError
 from bubblescope.model.notice import Notice
+from bubblescope.views.format import counted
 
 if TYPE_CHECKING:
     from bubblescope.attach.session import Attached
@@ -52,36 +53,52 @@ def attach(
     out: Path | None,
     yes: bool,
     json_to: str | None,
-) -> None:
+) -> int:
     """Record a job that is training, detach, report.
 
     TARGET is a process id (of a rank, or of a launcher: then all its ranks here), a job's folder, or 'all': your
     ranks on this host. On several hosts, run the same command on each (srun, pdsh, kubectl) with one --out.
+
+    Ctrl-C, SIGTERM and SIGHUP end the recording early: the hooks come out, and what was recorded is reported.
     """
     from bubblescope.attach import session
+    from bubblescope.attach.early import EndedEarly
     from bubblescope.report.build import ReportOptions
 
     folder = out or Path(time.strftime("attach-%Y%m%d-%H%M%S"))
     plan = session.Plan(target, folder, via, duration, steps)
     done = session.attach(plan, lambda risk: _confirmed(risk, yes), lambda text: click.echo(text, err=True))
     warn(Notice("attach", text) for text in done.warnings)
-    report = make_report([str(done.folder)], ReportOptions())
+    try:
+        report = make_report([str(done.folder)], ReportOptions())
+    except InputError as error:
+        if done.early:
+            raise EndedEarly(done.early, error.what) from error
+        raise
     deliver(report, Outputs(out=folder, json=json_to))
     console = results(json_to)
-    console.print(closing(done), markup=False, soft_wrap=True)
+    console.print(f"{closing(done)}\nagain:  bubblescope analyze {done.folder}", markup=False, soft_wrap=True)
+    return done.early.exit_status
 
 
 def closing(done: Attached) -> str:
-    """What the user should know last: that the job is as it was, and how to go on."""
-    many = f"{len(done.ranks)} rank{'' if len(done.ranks) == 1 else 's'}"
-    again = f"\nagain:  bubblescope analyze {done.folder}"
+    """What the user should know last: whether the job is as it was."""
+    many = counted(done.detached, "rank")
     if done.via == "kineto":
-        return f"detached: Kineto traced {many}; nothing was placed into the job{again}"
-    left = "" if done.via == "agent" else "; its sleeping agent stays, so that attaching again needs no injection"
-    return (
-        f"detached: hooks are out of {many}, no training thread waited more than {done.stall_ms:.1f} ms for them"
-        f"{left}{again}"
-    )
+        return f"detached: Kineto traced {many}; nothing was placed into the job"
+    parts = []
+    if done.detached:
+        waited = f"no training thread waited more than {done.stall_ms:.1f} ms for them"
+        parts.append(f"detached: hooks are out of {many}, {waited}")
+        if done.via != "agent":
+            parts.append("the sleeping agents stay, so that attaching again needs no injection")
+    if done.hooked:
+        parts.append(f"hooks are still in {counted(done.hooked, 'rank')}, and come out at the next step there")
+    if done.ended:
+        parts.append(f"{counted(done.ended, 'rank')} ended while being recorded")
+    if done.failed:
+        parts.append(f"{counted(done.failed, 'rank')} gave up (see the warnings)")
+    return "; ".join(parts)
 
 
 def _confirmed(risk: str, yes: bool) -> bool:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bubblescope.attach.session import Attached
+from bubblescope.cli.attach import closing
 from tests.support.sleeping import ROOT
 
 
@@ -41,6 +44,9 @@ def sleeper() -> Iterator[int]:
         (("PID",), 4, "was not prepared for attaching"),
         (("PID", "--via", "kineto"), 4, "without KINETO_USE_DAEMON=1"),
         (("PID", "--via", "agent"), 4, "there is no agent"),
+        (("PID", "--via", "inject", "--yes"), 4, "has not loaded torch"),
+        (("PID", "--via", "inject", "--yes", "--out", "/proc/x"), 2, "nothing can be written there: No such file"),
+        (("PID", "--via", "inject", "--yes", "--out", "/dev/null/x"), 2, "nothing can be written there: Not a dir"),
         (("1", "--steps", "2", "--duration", "3"), 2, "exclude each other"),
         (("1", "--steps", "0"), 2, "--steps"),
         (("1", "--duration", "0"), 2, "--duration"),
@@ -60,10 +66,26 @@ def test_a_refusal_has_its_exit_status_a_reason_and_a_hint(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_injecting_into_what_is_no_training_is_refused_before_it_is_touched(tmp_path: Path, sleeper: int) -> None:
-    done = attach(tmp_path, str(sleeper), "--via", "inject", "--yes")
-    assert done.returncode == 4
-    assert "has not loaded torch" in done.stderr
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (
+            {"detached": 4},
+            "detached: hooks are out of 4 ranks, no training thread waited more than 2.5 ms for them",
+        ),
+        ({"detached": 1, "via": "inject"}, "hooks are out of 1 rank, "),
+        ({"detached": 1, "via": "inject"}, "the sleeping agents stay"),
+        ({"detached": 1, "ended": 2}, "for them; 2 ranks ended while being recorded"),
+        ({"detached": 0, "ended": 1}, "1 rank ended while being recorded"),
+        ({"detached": 0, "hooked": 2}, "hooks are still in 2 ranks, and come out at the next step there"),
+        ({"detached": 0, "failed": 1}, "1 rank gave up (see the warnings)"),
+        ({"detached": 1, "via": "kineto"}, "Kineto traced 1 rank; nothing was placed into the job"),
+    ],
+)
+def test_the_last_word_is_what_became_of_each_rank(done: dict[str, Any], said: str) -> None:
+    made = Attached(**{"folder": Path("x"), "via": "agent", "stall_ms": 2.5, **done})
+    assert said in closing(made)
+    assert ("hooks are out" in closing(made)) is (made.detached > 0 and made.via != "kineto")
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from bubblescope.attach import kineto_daemon
 from bubblescope.attach.kineto_daemon import Endpoint, Request, message, parse
 from bubblescope.errors import AttachError
+from tests.support.sleeping import ROOT
 
 MINE = frozenset({os.geteuid()})
 
@@ -154,6 +155,34 @@ def test_a_daemon_that_is_there_keeps_its_endpoint(folder: Path) -> None:
             Endpoint(str(folder), MINE)
         assert "dyno gputrace" in caught.value.hint
         assert Job(folder).ask(request(os.getpid()))[0] == message("req", b"")
+
+
+OWNER = (
+    "import os, sys; from bubblescope.attach.kineto_daemon import Endpoint\n"
+    "with Endpoint(sys.argv[1] or None, frozenset({os.geteuid()})): print(flush=True); sys.stdin.read()"
+)
+
+
+@pytest.mark.parametrize("abstract", [False, True], ids=["path", "abstract"])
+@pytest.mark.parametrize(
+    ("program", "said", "hint"),
+    [("bubblescope", "another bubblescope (process {pid})", "wait"), ("dynologd", "process {pid} (dynologd)", "dyno")],
+)
+def test_who_owns_the_endpoint_is_named(
+    program: str, said: str, hint: str, abstract: bool, folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / program
+    script.write_text(OWNER)
+    where = None if abstract else str(folder)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(script), where or ""], stdin=-1, stdout=-1, env=env) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        with pytest.raises(AttachError) as caught:
+            Endpoint(where, MINE)
+        owner.communicate()
+    assert said.format(pid=owner.pid) in caught.value.what
+    assert hint in caught.value.hint
 
 
 def test_what_a_dead_daemon_left_is_replaced_and_ours_is_removed(folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_nothing_is_injected_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_job_with_its_own_profiler_gets_no_second_one(tmp_path: Path) -> None:
     plan = session.Plan("all", tmp_path, "kineto", seconds=1.0)
     with pytest.raises(AttachError, match=r"own torch\.profiler runs in rank 0"):
-        session._by_kineto([rank(kineto=True, profiler=True)], plan, print)
+        session._by_kineto([rank(kineto=True, profiler=True)], plan, tmp_path, print)
 
 
 def test_two_lengths_exclude_each_other(tmp_path: Path) -> None:
