@@ -191,6 +191,11 @@ class Recorder:
         if device_type not in ("cpu", "cuda"):
             self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
 
+    def hold_stream(self, held: bool) -> None:
+        """Whether marks keep to the stream that is current now: for calls that switch to others and back."""
+        if self._timer is not None:
+            self._timer.hold_stream(held)
+
     def forward_begins(self) -> None:
         """A forward is about to run: it may open a step."""
         if self.rule.current.optimizer_seen:

@@ -14,8 +14,9 @@ from bubblescope.capture.steps import Event, StepBuffer
 ANCHOR_EVERY_NS = 4_000_000_000
 """elapsed_time is float32 milliseconds: up to 4 s from its anchor it is exact to a quarter of a microsecond."""
 
-POOL_EVENTS = 4096
-"""Grown to this many on demand; three steps of 100 operations use about 1,500."""
+POOL_EVENTS = 16_384
+"""Grown to this many on demand; three steps of 100 operations use about 1,500, with delayed weight gradients ten
+times as many."""
 
 LATE_STEPS = 2
 """A step is resolved when this many newer ones were closed: by then the device has long passed it."""
@@ -29,6 +30,9 @@ class Timer(Protocol):
 
     def mark(self) -> Any:
         """Now, on the device's timeline; None when it cannot be taken (counted in `dropped`)."""
+
+    def hold_stream(self, held: bool) -> None:
+        """Whether marks are taken on the stream that is current now, also where another one is current later."""
 
     def close(self, buffer: StepBuffer) -> list[StepBuffer]:
         """Take a finished step; return those steps, oldest first, whose times are plain integers by now."""
@@ -46,6 +50,9 @@ class HostTimer:
     device_type = "cpu"
     device_index = 0
     mark = staticmethod(perf_counter_ns)
+
+    def hold_stream(self, held: bool) -> None:
+        """The CPU has none."""
 
     def close(self, buffer: StepBuffer) -> list[StepBuffer]:
         return [buffer]
@@ -76,7 +83,7 @@ class CudaTimer:
     event was recorded. The device runs an event no earlier than the host records it, and no later than the host
     sees it done; the rows carry both host times, and the reader fits offset and drift from them.
 
-    make_event, capturing, clock are parameters so that tests can run where there is no GPU.
+    make_event, capturing, current_stream, clock are parameters so that tests can run where there is no GPU.
     """
 
     device_type = "cuda"
@@ -88,8 +95,11 @@ class CudaTimer:
         device_index: int = 0,
         pool_events: int = POOL_EVENTS,
         clock: Callable[[], int] = perf_counter_ns,
+        current_stream: Callable[[], Any] = lambda: None,
     ) -> None:
         self.device_index = device_index
+        self._current_stream = current_stream
+        self._stream: Any = None
         self._make = make_event
         self._capturing = capturing
         self._clock = clock
@@ -126,7 +136,7 @@ class CudaTimer:
             event = self._make()
         now = self._clock()
         anchor = self._anchor
-        event.record()
+        event.record(self._stream)  # None: the current one
         made = Mark(event, now, anchor)
         if anchor is None or now - anchor.host_ns > ANCHOR_EVERY_NS:
             self._anchor = made
@@ -135,6 +145,9 @@ class CudaTimer:
                 self._origin_ns = now
                 made.since_origin_ns = 0
         return made
+
+    def hold_stream(self, held: bool) -> None:
+        self._stream = self._current_stream() if held else None
 
     def close(self, buffer: StepBuffer) -> list[StepBuffer]:
         self._waiting.append(buffer)
@@ -214,7 +227,8 @@ def cuda_timer(device_index: int) -> CudaTimer:
     def make() -> Any:
         return torch.cuda.Event(enable_timing=True)
 
-    return CudaTimer(make, torch.cuda.is_current_stream_capturing, device_index)
+    capturing = torch.cuda.is_current_stream_capturing
+    return CudaTimer(make, capturing, device_index, current_stream=torch.cuda.current_stream)
 
 
 def connections_warning() -> str:

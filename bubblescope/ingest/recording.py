@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
 from bubblescope.ingest import hostclocks, recorded_rows, settled
+from bubblescope.ingest.combined import split_combined
 from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
@@ -503,7 +504,7 @@ def _spans_of(file: _File, names: Names, notices: list[Notice]) -> Spans:
     for step, rows in zip(file.steps, file.rows, strict=True):
         if step.partial:
             continue
-        part, split = settled.split_combined(_spans_of_step(file, step, rows, names), names)
+        part, split = split_combined(_spans_of_step(file, step, rows, names), names)
         part = settled.evaluation(part, names) if step.eval else part
         combined += split
         good = part.end_ns >= part.start_ns
@@ -513,7 +514,10 @@ def _spans_of(file: _File, names: Names, notices: list[Notice]) -> Spans:
         message = f"rank {file.rank}: {bad} rows that end before they start are left out"
         notices.append(Notice("rows-dropped", message, str(file.path)))
     if combined:
-        message = f"rank {file.rank}: {combined} calls ran a forward and a backward mixed; a third is the forward's"
+        message = (
+            f"rank {file.rank}: {combined} calls ran a forward and a backward mixed; how they share the time is "
+            "assumed, 1 to 2, or 1 to 1 where the weight gradients were measured apart"
+        )
         notices.append(Notice("combined-split", message, str(file.path)))
     spans = Spans.concat(parts)
     return _on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans

@@ -6,9 +6,6 @@ import numpy as np
 
 from bubblescope.model import Kind, Lane, Names, Spans
 
-COMBINED = "combined"
-"""Name of a forward and a backward that ran interleaved, layer by layer, in one call."""
-_FORWARD_SHARE = 1 / 3
 _TENSORS_PER_MESSAGE = 64
 
 
@@ -79,19 +76,3 @@ def shape_of(spans: Spans) -> tuple[list[int], list[int]] | None:
         return None
     of_stage = [rank for _, rank in pairs]
     return of_stage, list(dict.fromkeys(of_stage))
-
-
-def split_combined(spans: Spans, names: Names) -> tuple[Spans, int]:
-    """Give the forward and the backward of one combined call a part of its time each; and how many calls there were.
-
-    Both rows have the interval of the call. A backward takes twice as long as a forward, as far as nothing is known.
-    """
-    if COMBINED not in names.texts:
-        return spans, 0
-    rows = (spans.name == names.intern(COMBINED)) & (spans.lane == Lane.COMPUTE)
-    cut = spans.start_ns + ((spans.end_ns - spans.start_ns) * _FORWARD_SHARE).astype(np.int64)
-    forward = rows & (spans.kind == Kind.FORWARD)
-    settled = spans.with_columns(
-        start_ns=np.where(rows & ~forward, cut, spans.start_ns), end_ns=np.where(forward, cut, spans.end_ns)
-    )
-    return settled, int(forward.sum())

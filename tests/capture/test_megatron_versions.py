@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bubblescope.capture.hooks import megatron
-from bubblescope.capture.hooks.megatron import message_orders, schedule_order
+from bubblescope.capture.hooks.megatron.job import message_orders, schedule_order
 from bubblescope.capture.recorder import Recorder
 from bubblescope.model import Kind, Lane
 

@@ -15,22 +15,27 @@ class Device:
         self.lag_ns = lag_ns
         self.made = 0
         self.capturing = False
+        self.stream = "compute"
 
     def make(self) -> FakeEvent:
         self.made += 1
         return FakeEvent(self)
 
     def timer(self, **more: int) -> CudaTimer:
-        return CudaTimer(self.make, lambda: self.capturing, clock=lambda: self.now, **more)
+        return CudaTimer(
+            self.make, lambda: self.capturing, clock=lambda: self.now, current_stream=lambda: self.stream, **more
+        )
 
 
 class FakeEvent:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.at: int | None = None
+        self.stream: object = None
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         assert not self.device.capturing
+        self.stream = stream or self.device.stream
         self.at = self.device.now + self.device.lag_ns
 
     def query(self) -> bool:
@@ -143,3 +148,16 @@ def test_what_the_device_never_finished_is_counted_at_the_end() -> None:
     timer.close(run_step(device, timer, 0))
     assert timer.drain(wait_s=0) == []
     assert timer.dropped() == {"not-finished-at-end": 4}
+
+
+def test_marks_keep_to_the_stream_that_was_current_when_it_was_held() -> None:
+    """Megatron's combined calls switch to a stream for communication, which must carry no event."""
+    device = Device()
+    timer = device.timer()
+    timer.hold_stream(True)
+    device.stream = "communication"
+    held = timer.mark()
+    timer.hold_stream(False)
+    free = timer.mark()
+    assert held is not None and free is not None
+    assert (held.event.stream, free.event.stream) == ("compute", "communication")

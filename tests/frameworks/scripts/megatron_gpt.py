@@ -43,7 +43,8 @@ def on_cpu() -> TorchFunctionMode:
     return mode
 
 
-def build(options: argparse.Namespace, rank: int, world: int) -> list[Any]:
+def build(options: argparse.Namespace, rank: int, world: int, more: dict[str, Any]) -> list[Any]:
+    """The model's chunks. more: further fields of the configuration."""
     import megatron.core.tensor_parallel.random as random
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -56,13 +57,14 @@ def build(options: argparse.Namespace, rank: int, world: int) -> list[Any]:
     )
     random.initialize_rng_tracker()
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    dtype = torch.bfloat16 if more.get("bf16") else torch.float32
     config = TransformerConfig(
         num_layers=world * chunks, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
         pipeline_model_parallel_size=world, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_dtype=torch.float32, batch_p2p_comm=False, overlap_p2p_comm=options.overlap,
+        params_dtype=dtype, pipeline_dtype=dtype, batch_p2p_comm=False, overlap_p2p_comm=options.overlap,
         deallocate_pipeline_outputs=not options.overlap,  # gloo reads from a tensor while it sends it
         attention_dropout=0.0, hidden_dropout=0.0, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False, bias_activation_fusion=False, **more,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="LayerNorm")
     made = []
@@ -78,7 +80,7 @@ def build(options: argparse.Namespace, rank: int, world: int) -> list[Any]:
                 post_process=rank == world - 1 and chunk == chunks - 1,
                 share_embeddings_and_output_weights=False,
                 vp_stage=chunk if chunks > 1 else None,
-            )
+            ).to(dtype)
         )
     return made
 
@@ -95,14 +97,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_step(options: argparse.Namespace) -> Callable[..., float | None]:
+def make_step(options: argparse.Namespace, more: dict[str, Any] | None = None) -> Callable[..., float | None]:
     """What trains one step and gives its loss on the last stage; with ``forward_only=True`` it evaluates."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     on_cpu()
-    models = build(options, rank, world)
+    models = build(options, rank, world, more or {})
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     optimizer = torch.optim.AdamW([p for m in models for p in m.parameters()], lr=1e-2)
@@ -114,9 +116,10 @@ def make_step(options: argparse.Namespace) -> Callable[..., float | None]:
         while True:
             yield tokens
 
-    def forward_step(data: Any, model: Any) -> Any:
+    def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> Any:
         batch = next(data)
-        out = model(batch[:, :-1], places, mask, labels=batch[:, 1:])
+        run_it = model.build_schedule_plan if return_schedule_plan else model
+        out = run_it(batch[:, :-1], places, mask, labels=batch[:, 1:])
         time.sleep(options.pad_ms / 1e3)
 
         def loss(value: Any) -> Any:
@@ -145,10 +148,10 @@ def make_step(options: argparse.Namespace) -> Callable[..., float | None]:
     return step
 
 
-def main() -> None:
+def main(more: dict[str, Any] | None = None) -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     options = parse()
-    step = make_step(options)
+    step = make_step(options, more)
     losses = []
     for number in range(options.steps):
         losses.append(step())
