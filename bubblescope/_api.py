@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import Executor
 
 from bubblescope.align import prepare
+from bubblescope.errors import UsageError
 from bubblescope.ingest import ReadOptions, read, usernames
+from bubblescope.model import checks
 from bubblescope.model.run import Run
-from bubblescope.replay.schedules import canonical
 from bubblescope.report.build import Report, ReportOptions, build
 
 PathLike = str | os.PathLike[str]
 
 
 def load(
-    path: PathLike | Sequence[PathLike],
+    path: PathLike | Iterable[PathLike],
     executor: Executor | None = None,
     *,
     format: str = "auto",
@@ -25,13 +26,18 @@ def load(
     """Read traces or recordings into one `Run`: all that was measured, nothing concluded.
 
     path: a file, a folder, a glob or an fsspec URL, or several of them. executor: anything with the interface of
-    `concurrent.futures.Executor`; one rank is read per task. names: a TOML file that says what your own names of
-    ranges mean (`ingest.usernames`). Raises UsageError for arguments that make no sense, InputError when
-    nothing can be analysed.
+    `concurrent.futures.Executor`; one rank is read per task. format: a key of `ingest.FORMATS`, where it must not be
+    recognised. names: a TOML file that says what your own names of ranges mean (`ingest.usernames`).
+
+    Raises UsageError (a ValueError) for arguments that make no sense, InputError when nothing can be analysed.
     """
-    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    options = ReadOptions(names=() if names is None else usernames.load(os.fspath(names)))
-    return read([os.fspath(p) for p in paths], format=format, executor=executor, options=options)
+    if isinstance(path, str | bytes | os.PathLike) or not isinstance(path, Iterable):
+        path = [path]
+    paths = [checks.path("path", p) for p in path]
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise UsageError(f"executor is {checks.shown(executor)}, but must have a method submit")
+    options = ReadOptions(names=() if names is None else usernames.load(checks.path("names", names)))
+    return read(paths, format=format, executor=executor, options=options)
 
 
 def analyze(
@@ -49,13 +55,20 @@ def analyze(
 
     Without `price_per_gpu_hour` the report has hours and no money. `gpus` and `total_steps` scale the cost to the
     whole job. `schedule`, `microbatches` and `stages` overrule what the trace says or does not say.
+
+    Raises UsageError (a ValueError) for a price that is negative or not finite, for numbers below 1 and for whatever is
+    not a `Run`; InputError when the run shows no finished step.
     """
+    if not isinstance(run, Run):
+        raise UsageError(
+            f"run is {checks.shown(run)}, but must be a Run", hint="bubblescope.analyze(bubblescope.load(path))"
+        )
     options = ReportOptions(
         price_per_gpu_hour=price_per_gpu_hour,
         currency=currency,
         gpus=gpus,
         total_steps=total_steps,
-        schedule=None if schedule is None else canonical(schedule),
+        schedule=schedule,
         microbatches=microbatches,
         stages=stages,
     )

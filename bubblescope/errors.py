@@ -33,8 +33,8 @@ def _rebuild(cls: type[BubblescopeError], what: str, hint: str, where: str) -> B
     return cls(what, hint=hint, where=where)
 
 
-class UsageError(BubblescopeError):
-    """The caller asked for something that makes no sense (exit 2)."""
+class UsageError(BubblescopeError, ValueError):
+    """The caller asked for something that makes no sense (exit 2). In Python it is a ValueError, too."""
 
     exit_code = 2
 

@@ -193,7 +193,6 @@ def analyze(
 
     PATH is a file, a folder, a glob or an fsspec URL. Prints a summary; writes only what is asked for.
     """
-    from bubblescope.replay.schedules import canonical
     from bubblescope.report.build import ReportOptions
 
     options = ReportOptions(
@@ -201,7 +200,7 @@ def analyze(
         currency=currency,
         gpus=gpus,
         total_steps=total_steps,
-        schedule=None if schedule is None else canonical(schedule),
+        schedule=schedule,
         microbatches=microbatches,
         stages=stages,
     )

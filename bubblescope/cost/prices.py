@@ -6,9 +6,11 @@ No price is ever guessed: without the user's own price there are hours and no mo
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from bubblescope.errors import UsageError
+from bubblescope.model.checks import amount
 
 SECONDS_PER_HOUR = 3600.0
 HOURS_PER_DAY = 24.0
@@ -39,8 +41,8 @@ def gpu_hours(seconds_per_step: float, *, steps: float = 1, gpus: float = 1) -> 
     >>> round(gpu_hours(0.010, steps=10_000_000, gpus=1024), 1)
     28444.4
     """
-    seconds = _amount("seconds per step", seconds_per_step)
-    return seconds * _amount("steps", steps) * _amount("gpus", gpus) / SECONDS_PER_HOUR
+    seconds = amount("seconds per step", seconds_per_step, sys.float_info.max)
+    return seconds * amount("steps", steps) * amount("gpus", gpus) / SECONDS_PER_HOUR
 
 
 def money(hours: float | None, price_per_gpu_hour: float | None) -> float | None:
@@ -51,7 +53,7 @@ def money(hours: float | None, price_per_gpu_hour: float | None) -> float | None
     """
     if price_per_gpu_hour is None:
         return None
-    price = _amount("price per GPU-hour", price_per_gpu_hour)
+    price = amount("price per GPU-hour", price_per_gpu_hour)
     return None if hours is None else _finite("GPU-hours", hours) * price
 
 
@@ -70,12 +72,6 @@ def loss(seconds_per_step: float, *, steps: float, gpus: int = 1, price_per_gpu_
         money=money(total, price_per_gpu_hour),
         days=each / HOURS_PER_DAY,
     )
-
-
-def _amount(what: str, value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise UsageError(f"{what} is {value!r}, but must be a finite number, 0 or more")
-    return float(value)
 
 
 def _finite(what: str, value: float) -> float:

@@ -17,7 +17,7 @@ from bubblescope.errors import InputError, UsageError
 from bubblescope.ingest import discover
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor
-from bubblescope.model import Run
+from bubblescope.model import Run, checks
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "read"]
 
@@ -62,7 +62,7 @@ def read(
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
         raise UsageError("no path was given")
-    found = discover.expand([str(p) for p in given], recordings=format in ("auto", "recording"))
+    found = discover.expand([checks.path("path", p) for p in given], recordings=format in ("auto", "recording"))
     candidates = _candidates(format)
     claims = _claims(candidates, found)
     if not claims:

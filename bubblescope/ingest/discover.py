@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -39,7 +40,7 @@ def expand(paths: Sequence[str], recordings: bool = True) -> list[Found]:
 
 
 def _expand_local(path: str, recordings: bool) -> list[Found]:
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))  # noqa: PTH111  (pathlib's raises where there is no such user)
     if recordings and given.is_dir():
         return _expand_folder(given)
     if given.exists():

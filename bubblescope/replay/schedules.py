@@ -50,7 +50,7 @@ def canonical(name: str) -> str:
     >>> canonical("zb_h1"), canonical("gpipe"), canonical("interleaved-1f1b")
     ('ZB-H1', 'GPipe', 'Interleaved1F1B')
     """
-    found = _BY_FOLDED.get(_folded(name))
+    found = _BY_FOLDED.get(_folded(name)) if isinstance(name, str) else None
     if found is None:
         raise UsageError(f"'{name}' is not a schedule", hint=f"known schedules: {', '.join(NAMES)}, custom")
     return found

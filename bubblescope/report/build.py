@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bubblescope.errors import InputError, UsageError
-from bubblescope.model import Notice, Run
+from bubblescope.model import Notice, Run, checks
 from bubblescope.replay.attribution import Attribution, attribute
+from bubblescope.replay.schedules import canonical
 from bubblescope.report import document, tables
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ def creation_time() -> datetime:
 @dataclass(frozen=True)
 class ReportOptions:
     """price_per_gpu_hour in `currency`, None = hours only. gpus, total_steps: scale the cost to the whole job
-    (default: the world size and the steps seen). schedule, microbatches, stages overrule what the input says.
-    now: the time that the report bears."""
+    (default: the world size and the steps seen). schedule, microbatches, stages overrule what the input says; the
+    schedule may be spelt as `canonical` allows. now: the time that the report bears.
+
+    Raises UsageError for values that make no sense."""
 
     price_per_gpu_hour: float | None = None
     currency: str = "USD"
@@ -49,6 +52,18 @@ class ReportOptions:
     microbatches: int | None = None
     stages: int | None = None
     now: datetime = field(default_factory=creation_time)
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("gpus", "total_steps", "microbatches", "stages")}
+        sound: dict[str, Any] = {name: checks.whole(name, n) for name, n in given.items() if n is not None}
+        if self.price_per_gpu_hour is not None:
+            sound["price_per_gpu_hour"] = checks.amount("price_per_gpu_hour", self.price_per_gpu_hour)
+        if self.schedule is not None:
+            sound["schedule"] = canonical(self.schedule)
+        if not isinstance(self.currency, str):
+            raise UsageError(f"currency is {checks.shown(self.currency)}, but must be a text such as 'EUR'")
+        for name, value in sound.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False)

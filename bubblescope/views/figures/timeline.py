@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import plotly.graph_objects as go
 
+from bubblescope.errors import UsageError
+from bubblescope.model import checks
 from bubblescope.views import format as fmt
 from bubblescope.views.figures.style import WORK, cause_marker, empty_figure
 from bubblescope.views.words import CAUSES, OPERATIONS
@@ -28,8 +30,13 @@ def typical_step(report: ReportLike) -> int:
 
 
 def timeline_figure(report: ReportLike, step: int | None = None) -> go.Figure:
-    """Operations and bubbles of one step (the typical one by default), one row a GPU, at most 64 GPUs."""
+    """Operations and bubbles of one step (the typical one by default), one row a GPU, at most 64 GPUs.
+
+    Raises UsageError for a step that was not analysed."""
     chosen = typical_step(report) if step is None else step
+    known = report.steps["step"].tolist()
+    if step is not None and step not in known:
+        raise UsageError(f"step {checks.shown(step)} was not analysed; these were: {', '.join(map(str, known))}")
     ops = report.ops[report.ops["step"] == chosen]
     gaps = report.gaps[report.gaps["step"] == chosen]
     every = sorted(set(ops["rank"]) | set(gaps["rank"]))
