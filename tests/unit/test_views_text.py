@@ -137,6 +137,17 @@ def test_a_thousand_ranks_stay_below_seven_megabytes() -> None:
     assert len(html.render(fake_report.large(replicas=64, stages=16)).encode()) < 7_000_000
 
 
+def test_the_page_walks_no_table_of_events_row_by_row(monkeypatch: pytest.MonkeyPatch, report: FakeReport) -> None:
+    walk = pd.Series.__iter__
+
+    def counted(series: pd.Series[Any]) -> Any:
+        assert len(series) < len(report.gaps), f"{series.name}: {len(series)} rows one by one"
+        return walk(series)
+
+    monkeypatch.setattr(pd.Series, "__iter__", counted)
+    html.render(report)
+
+
 def test_what_the_timeline_leaves_out_is_counted(monkeypatch: pytest.MonkeyPatch, report: FakeReport) -> None:
     from bubblescope.views.html import payload
 

@@ -112,15 +112,14 @@ def _fit(
 ) -> tuple[list[tuple[int, int]], dict[int, dict[str, Any]]]:
     blocks: dict[int, dict[str, Any]] = {}
     kept, used = gpus, 0
-    tables = {name: dict(list(getattr(report, name).groupby("step"))) for name in ("ops", "gaps", "messages")}
     for step in steps[:MOST_STEPS]:
-        block = _block(report, tables, step, kept, scale, texts)
+        block = _block(report, step, kept, scale, texts)
         while not blocks and len(block["data"]) > BUDGET:
             fewer = _fewer(report, kept, BUDGET / len(block["data"]) * 0.9)
             if len(fewer) == len(kept):
                 break
             kept = fewer
-            block = _block(report, tables, step, kept, scale, texts)
+            block = _block(report, step, kept, scale, texts)
         if used + len(block["data"]) > BUDGET:
             break
         blocks[step] = block
@@ -159,21 +158,14 @@ def _fewer(report: ReportLike, gpus: list[tuple[int, int]], share: float) -> lis
     return sorted(kept)
 
 
-def _block(
-    report: ReportLike,
-    tables: dict[str, dict[Any, pd.DataFrame]],
-    step: int,
-    gpus: list[tuple[int, int]],
-    scale: _Scale,
-    texts: _Texts,
-) -> dict[str, Any]:
+def _block(report: ReportLike, step: int, gpus: list[tuple[int, int]], scale: _Scale, texts: _Texts) -> dict[str, Any]:
     row_of = {rank: row for row, (_, rank) in enumerate(gpus)}
     line = report.steps[report.steps["step"] == step].iloc[0]
     origin = float(line["start_s"])
     columns: dict[str, Array] = {}
-    for name, encode in (("ops", _ops), ("gaps", _gaps), ("messages", _messages)):
-        table = tables[name].get(step)
-        if table is not None:
+    for whole, encode in ((report.ops, _ops), (report.gaps, _gaps), (report.messages, _messages)):
+        table = whole[whole["step"] == step]
+        if len(table):
             columns |= encode(table, row_of, origin, scale, texts)
     packed = _pack(columns)
     return {
@@ -241,13 +233,16 @@ def _messages(table: pd.DataFrame, row_of: dict[int, int], origin: float, scale:
 
 
 def _ideal(report: ReportLike, scale: _Scale, texts: _Texts) -> dict[str, Any] | None:
-    """The replayed ideal step, its own rows: one a rank that it has."""
+    """The replayed ideal step, its own rows: one a rank, of one replica, since ideal replicas are alike."""
     table = report.ideal
     if not len(table):
         return None
-    pairs = sorted({(int(s), int(r)) for s, r in zip(table["stage"], table["rank"], strict=True)})
-    owner = {r: i for i, r in enumerate(dict.fromkeys(r for _, r in pairs))}
-    stage_of = {r: s for s, r in reversed(pairs)}
+    pairs = table[["rank", "stage"]].drop_duplicates().sort_values(["rank", "stage"])
+    stages_of = {int(rank): tuple(map(int, mine)) for rank, mine in pairs.groupby("rank")["stage"]}
+    first = {stages: rank for rank, stages in sorted(stages_of.items(), reverse=True)}
+    stage_of = {rank: stages[0] for stages, rank in sorted(first.items())}
+    owner = {rank: row for row, rank in enumerate(stage_of)}
+    table = table[table["rank"].isin(owner)]
     origin = float(table["start_s"].min())
     length = float(table["end_s"].max()) - origin
     return {
