@@ -27,6 +27,7 @@ from bubblescope.capture.steps import Label, StepBuffer, StepRule, columns
 from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
 from bubblescope.capture.writer import SCHEMA_VERSION, RankWriter, write_job_file
 from bubblescope.errors import UsageError
+from bubblescope.model import checks
 from bubblescope.model.kinds import FROM_SHORT, Kind, Lane
 
 MAX_EVENTS = 100_000
@@ -51,12 +52,11 @@ class Options:
     launched: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("every", "max_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, it must be at least 1")
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}, it must be at least 0")
+        sound = {"every": checks.whole("every", self.every), "warmup": checks.whole("warmup", self.warmup, least=0)}
+        if self.max_steps is not None:
+            sound["max_steps"] = checks.whole("max_steps", self.max_steps)
+        for name, value in sound.items():
+            object.__setattr__(self, name, value)
 
 
 def _no_mark() -> None:
@@ -437,7 +437,7 @@ def record(
     >>> with bubblescope.record("runs/x"):  # doctest: +SKIP
     ...     train()
     """
-    recorder = Recorder(folder, Options(every, warmup, max_steps))
+    recorder = Recorder(checks.path("folder", folder), Options(every, warmup, max_steps))
     if _active is not None and _active.running:
         log.warning("bubblescope: this process already records into %s; that goes on", _active.folder)
         return Recording(None)
@@ -482,12 +482,16 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
     kind: "F", "B", "I", "W" or the name of a `Kind` ("loss", "optimizer", "data", "collective"); around what sends
     or receives: "send_forward", "recv_forward", "send_backward", "recv_backward" (`messages.KINDS`), with the stage
     that does it, so that both ends of a message are known to belong together.
-    stage: global (virtual) stage. microbatch: 0-based within the step. Raises UsageError on an unknown kind.
+    stage: global (virtual) stage. microbatch: 0-based within the step. Raises UsageError on an unknown kind, and on
+    numbers that are none or below -1 (unknown).
 
     >>> with span("F", stage=0, microbatch=3):
     ...     pass
     """
     recorder = _active
+    if type(stage) is not int or type(microbatch) is not int or stage < -1 or microbatch < -1:
+        stage = checks.whole("stage", stage, least=-1)
+        microbatch = checks.whole("microbatch", microbatch, least=-1)
     message = messages.label(kind, stage, microbatch)
     meant = message.kind if message is not None else _kind(kind)
     if recorder is None or not recorder.running:
@@ -529,7 +533,7 @@ _LANE_OF = {
 def _kind(kind: Kind | str) -> Kind:
     if isinstance(kind, Kind):
         return kind
-    found = FROM_SHORT.get(kind) or Kind.__members__.get(kind.upper())
+    found = (FROM_SHORT.get(kind) or Kind.__members__.get(kind.upper())) if isinstance(kind, str) else None
     if found is None:
         raise UsageError(
             f"'{kind}' is not a kind of work",

@@ -112,3 +112,34 @@ def test_wrong_usage_is_a_value_error_and_crosses_processes() -> None:
         bs.load([])
     again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
     assert isinstance(again, UsageError) and str(again) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["every", "warmup", "max_steps"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, math.nan, math.inf, "x", []])
+def test_a_recording_s_counts_are_whole_numbers(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"^{name} is .*whole number from"):
+        bs.record(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("value", [None, "", 5, b"x", []])
+def test_a_recording_needs_a_folder(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"^folder is .* must be a path$"):
+        bs.record(value)
+
+
+@pytest.mark.parametrize("kind", [None, 5, "", "zz", [], math.nan])
+def test_a_span_is_of_a_known_kind(kind: Any) -> None:
+    with pytest.raises(UsageError, match="is not a kind of work"), bs.span(kind):
+        pass
+
+
+@pytest.mark.parametrize("name", ["stage", "microbatch"])
+@pytest.mark.parametrize("value", [None, -2, 1.5, True, "x", math.nan])
+def test_a_span_s_stage_and_micro_batch_are_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{name} is .*whole number from -1"), bs.span("F", **{name: value}):
+        pass
+
+
+def test_a_span_takes_numbers_of_numpy() -> None:
+    with bs.span("F", stage=np.int64(1), microbatch=np.int32(2)):
+        pass
