@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -30,6 +31,8 @@ class Cat(IntEnum):
     SYNC = 7
     BARE = 8
 
+
+DEVICE = (Cat.KERNEL, Cat.MEMCPY, Cat.MEMSET)
 
 CATEGORIES: dict[str, Cat] = {
     "kernel": Cat.KERNEL,
@@ -103,6 +106,17 @@ class Events:
     def __len__(self) -> int:
         return len(self.cat)
 
+    def device_index(self) -> Int:
+        """The device of rows of a device: as the arguments say, else the process id, which stands for it there."""
+        return np.where(self.device >= 0, self.device, self.pid)
+
+    def time_by_device(self, rows: NDArray[np.bool_]) -> list[tuple[int, int]]:
+        """(device, summed durations of its `rows` in ns), most first."""
+        devices, at = np.unique(self.device_index()[rows], return_inverse=True)
+        spent = np.zeros(len(devices), dtype=np.int64)
+        np.add.at(spent, at, (self.end_ns - self.start_ns)[rows])
+        return sorted(zip(devices.tolist(), spent.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
+
     def take(self, rows: Any) -> Events:
         return Events(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
 
@@ -110,7 +124,8 @@ class Events:
 @dataclass(eq=False)
 class Scan:
     """One file, read. `head`: the keys beside ``traceEvents``. `processes`: pid -> name and labels.
-    `file_ranks`: every rank a ``distributedInfo`` in the file names (more than one: two files in one)."""
+    `file_ranks`: every rank a ``distributedInfo`` in the file names (more than one: two files in one). `dropped`: why
+    events are not among the columns -> how many; `lost`: how many of these are of the device."""
 
     path: str
     events: Events
@@ -121,3 +136,5 @@ class Scan:
     base_ns: int = 0
     file_ranks: set[int] = field(default_factory=set)
     notices: list[Notice] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    lost: int = 0

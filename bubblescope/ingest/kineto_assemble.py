@@ -13,7 +13,7 @@ from bubblescope.algebra import intervals
 from bubblescope.errors import InputError
 from bubblescope.ingest import steps as step_finder
 from bubblescope.ingest.commnames import Comm, CommNames
-from bubblescope.ingest.events import Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.events import DEVICE, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.identity import Identity, identify, ranks_in_one_group
 from bubblescope.ingest.options import DEFAULT, NameRule, ReadOptions
 from bubblescope.ingest.part import Part
@@ -23,8 +23,8 @@ from bubblescope.model import Kind, Lane, Names, Notice, Spans
 
 Mask = NDArray[np.bool_]
 AUTOGRAD = "autograd::engine::evaluate_function"
-_DEVICE = (Cat.KERNEL, Cat.MEMCPY, Cat.MEMSET)
 _LOST = 0.02
+_STRAY = 0.05
 _ACCELERATOR_PROCESSES = ("ascend hardware",)
 _COLLECTIVES = ("all_to_all", "alltoall", "all_reduce", "allreduce", "gather", "scatter", "broadcast", "barrier")
 
@@ -33,6 +33,7 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     """Spans, launches and identity of one scanned file. Raises InputError when it cannot be one rank's trace."""
     who = identify(scan)
     _refuse_two_ranks(scan)
+    _refuse_unusable_times(scan)
     events, said = _sound(scan)
     names = Names()
     table = _Table(scan, events, CommNames.of(options), who, names, tuple(r for r in options.names if r.kind is None))
@@ -69,6 +70,22 @@ def _refuse_two_ranks(scan: Scan) -> None:
             hint="give every rank a file name of its own, with the rank in it",
             where=scan.path,
         )
+
+
+def _refuse_unusable_times(scan: Scan) -> None:
+    """Raise InputError where more of the device's events are unusable than usable, or none of the file is left."""
+    kept = int(np.isin(scan.events.cat, DEVICE).sum())
+    if scan.lost > kept:
+        what = f"{scan.lost} of {scan.lost + kept} GPU events"
+    elif scan.dropped and not len(scan.events):
+        what = "all events"
+    else:
+        return
+    raise InputError(
+        f"{what} cannot be used: {'; '.join(f'{n} have {why}' for why, n in sorted(scan.dropped.items()))}",
+        hint="times are numbers that count microseconds; convert those in another unit or notation, or record again",
+        where=scan.path,
+    )
 
 
 def _sound(scan: Scan) -> tuple[Events, list[Notice]]:
@@ -118,7 +135,7 @@ class _Table:
 
     def device_rows(self) -> Mask:
         bare = [p for p, t in self.scan.processes.items() if t.lower().startswith(_ACCELERATOR_PROCESSES)]
-        result: Mask = self.cat(*_DEVICE) | (self.cat(Cat.BARE) & np.isin(self.events.pid, bare))
+        result: Mask = self.cat(*DEVICE) | (self.cat(Cat.BARE) & np.isin(self.events.pid, bare))
         return result
 
     def columns(self, rows: Int | Mask, **more: Any) -> Spans:
@@ -137,9 +154,11 @@ def _narrow(values: Int) -> Int:
 
 
 def _pieces(table: _Table) -> tuple[list[Spans], str, list[Notice]]:
-    device = table.device_rows()
-    if device.any():
-        return [*_device_spans(table, device), *_host_spans(table, device)], "kernels", _lost_kernels(table, device)
+    recorded = table.device_rows()
+    if recorded.any():
+        device, said = _of_one_device(table, recorded)
+        pieces = [*_device_spans(table, device), *_host_spans(table, device)]
+        return pieces, "kernels", [*said, *_lost_kernels(table, recorded)]
     if _is_cpu_rank(table):
         notice = Notice(
             "cpu-rank",
@@ -153,6 +172,33 @@ def _pieces(table: _Table) -> tuple[list[Spans], str, list[Notice]]:
         table.scan.path,
     )
     return [_ranges(table)], "", [notice]
+
+
+def _of_one_device(table: _Table, device: Mask) -> tuple[Mask, list[Notice]]:
+    """The device rows of the device with most kernel time, and a Notice for those of others.
+
+    A rank drives one device; the little that it does on another (a context is set up, a buffer is copied) is no part
+    of its time. Raises InputError when the kernels of another device take more than `_STRAY` of the time of its own:
+    then two ranks' devices are in one file, and nothing says which is whose.
+    """
+    e = table.events
+    kernels = device & table.cat(Cat.KERNEL, Cat.BARE)
+    (own, most), *others = e.time_by_device(kernels if kernels.any() else device)
+    used = [(own, most), *((index, spent) for index, spent in others if spent > _STRAY * most)]
+    if len(used) > 1:
+        listed = ", ".join(f"{spent / 1e6:.3f} ms on device {index}" for index, spent in used[:8])
+        raise InputError(
+            f"one process drove {len(used)} devices ({listed}): which rank each of them is cannot be told",
+            hint="record one process per GPU, or keep the events of one device in each file",
+            where=table.scan.path,
+        )
+    index = e.device_index()
+    stray = device & (index != own)
+    if not stray.any():
+        return device, []
+    listed = ", ".join(map(str, np.unique(index[stray]).tolist()[:8]))
+    message = f"{int(stray.sum())} events on device {listed} are not used: this rank's work is on device {own}"
+    return device & ~stray, [Notice("other-device", message, table.scan.path)]
 
 
 def _lost_kernels(table: _Table, device: Mask) -> list[Notice]:
@@ -191,7 +237,7 @@ def _device_spans(table: _Table, device: Mask) -> list[Spans]:
 
 
 def _device_columns(e: Events, rows: Int | Mask) -> dict[str, Int]:
-    index = np.where(e.device[rows] >= 0, e.device[rows], e.pid[rows])
+    index = e.device_index()[rows]
     stream = np.where(e.stream[rows] != -1, e.stream[rows], e.tid[rows])
     return {
         "device": np.where((index >= 0) & (index < 1 << 15), index, 0).astype(np.int64),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
-from bubblescope.ingest.events import CATEGORIES, Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.events import CATEGORIES, DEVICE, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.kineto_structs import Complete, Metadata
 from bubblescope.ingest.kineto_values import EXACT_US, INT64, comm_args, integer, nanoseconds
 from bubblescope.ingest.options import NameRule, ReadOptions
@@ -29,7 +29,9 @@ COLUMNS = ("cat", "start_ns", "end_ns", "name", "pid", "tid", "device", "stream"
 _TYPES: dict[str, Any] = {"cat": np.int8, "name": np.int32, "comm": np.int32}
 _NARROW = np.iinfo(np.int32)
 _NOT_KEPT = -1
-_DEVICE_SEEN = (Cat.KERNEL, Cat.MEMCPY, Cat.MEMSET, Cat.RUNTIME)
+_NO_TIME = "no usable time"
+_NEGATIVE = "negative duration"
+_DEVICE_SEEN = (*DEVICE, Cat.RUNTIME)
 # Operators that mean something by their name alone; others only with a sequence number or NCCL metadata.
 _USEFUL = ("autograd::engine::evaluate_function", "nccl:", "gloo:", "c10d::", "record_param_comms", "ProfilerStep")
 
@@ -73,6 +75,8 @@ class Columns:
         self.seen = 0
         self.kept = 0
         self.dropped: Counter[str] = Counter()
+        self.lost = 0
+        self._examples: dict[str, str] = {}
         self.on_device = False
         self._keep_ops = options.keep_cpu_ops
         self._last_ns = 0
@@ -98,14 +102,15 @@ class Columns:
             return False
         endless = (start == INT64) | (length == INT64)
         sound = ~endless & (length >= 0)
-        if not sound.all():
+        bad = [(_NO_TIME if endless[i] else _NEGATIVE, int(cat[i]), rows[i]) for i in np.flatnonzero(~sound).tolist()]
+        if bad:
             cat, start, length, rows = cat[sound], start[sound], length[sound], list(compress(rows, sound.tolist()))
         ids = _strict_ids(rows)
         if ids is None:
             return False
         self.seen += len(events)
-        self._drop("no finite time", int(endless.sum()))
-        self._drop("negative duration", int((~sound & ~endless).sum()))
+        for why, code, event in bad:
+            self._drop(why, code, event)
         names = np.fromiter(map(self._interned.__getitem__, [e.name for e in rows]), np.int32, len(rows))
         comm = np.full(len(rows), -1, dtype=np.int32)
         for i in [i for i, e in enumerate(rows) if e.args.group is not None or e.args.collective is not None]:
@@ -172,18 +177,23 @@ class Columns:
             parts = [block.pop(name) for block in blocks]
             kind = _TYPES.get(name, np.int64)
             columns[name] = np.concatenate(parts or [np.empty(0, kind)], dtype=kind, casting="same_kind")
-        return Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
+        scan = Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
+        scan.dropped, scan.lost = self._reasons(), self.lost
+        return scan
 
     def notices(self) -> list[Notice]:
-        return [
-            Notice("events-dropped", f"{n} events dropped: {why}", self.path) for why, n in sorted(self.dropped.items())
-        ]
+        reasons = sorted(self._reasons().items())
+        return [Notice("events-dropped", f"{n} events dropped: {why}", self.path) for why, n in reasons]
+
+    def _reasons(self) -> Counter[str]:
+        return Counter({f"{why} ({self._examples[why]})": n for why, n in self.dropped.items()})
 
     # --- lax -------------------------------------------------------------------------------------------------
 
-    def _drop(self, why: str, count: int) -> None:
-        if count:
-            self.dropped[why] += count
+    def _drop(self, why: str, cat: int, event: Any) -> None:
+        self.dropped[why] += 1
+        self.lost += cat in DEVICE
+        self._examples.setdefault(why, f"for example ts {_shown(event.ts)}, dur {_shown(event.dur)}")
 
     def _category(self, text: Any) -> int:
         if not isinstance(text, str):
@@ -194,10 +204,10 @@ class Columns:
         start = nanoseconds(event.ts)
         length = nanoseconds(event.dur)
         if start is None or length is None:
-            self._drop("no finite time", 1)
+            self._drop(_NO_TIME, cat, event)
             return None
         if length < 0:
-            self._drop("negative duration", 1)
+            self._drop(_NEGATIVE, cat, event)
             return None
         name = event.name if isinstance(event.name, str) else str(event.name or "")
         args = event.args
@@ -256,6 +266,11 @@ class Columns:
 
 
 _CAT = attrgetter("cat")
+
+
+def _shown(time: Any) -> str:
+    text = repr(time) if isinstance(time, str) else str(time)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _strict_ids(rows: list[Any]) -> Block | None:

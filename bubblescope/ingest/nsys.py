@@ -73,7 +73,16 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
         raise errors[0] if errors else InputError("no exports were given")
     ranked, said = _with_ranks(found)
     _resolve_peers(ranked)
-    parts = [_part(one, options) for one in ranked]
+    parts = []
+    for one in ranked:
+        try:
+            parts.append(_part(one, options))
+        except InputError as error:
+            errors.append(error)
+            what = f"rank {one.rank} (process {one.process.pid}): {error.what}; it is left out"
+            notices.append(Notice("process-unreadable", what, error.where))
+    if not parts:
+        raise errors[0]
     notices = [*notices, *said, *(n for f in found for n in f.notices)]
     return merge(parts, notices, "nsys")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bubblescope.errors import InputError
-from bubblescope.ingest.events import Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.events import DEVICE, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.nccl_payload import Call, Payloads, call_of
 from bubblescope.ingest.nvtx_names import Domains, split_operator
 from bubblescope.ingest.options import ReadOptions
@@ -51,9 +52,7 @@ class Process:
         return self.key & 0xFFFFFF
 
 
-def processes(
-    connection: sqlite3.Connection, path: str, options: ReadOptions
-) -> tuple[list[Process], list[Notice]]:
+def processes(connection: sqlite3.Connection, path: str, options: ReadOptions) -> tuple[list[Process], list[Notice]]:
     """Processes with GPU events, and what was found wrong with the file. Raises InputError when it is no export, or
     breaks a limit."""
     file = _File(connection, path)
@@ -71,10 +70,10 @@ def processes(
             where=path,
         )
     device = [file.kernels(), *(file.copies(t) for t in COPIES), file.graphs()]
-    keys = sorted({int(k) for t in device for k in np.unique(t[:, 0])})
+    keys = sorted({int(k) for t in device for k in np.unique(t[:, 0])} | {key for key, _ in file.untimed})
     host = file.runtime()
     ranges = file.nvtx()
-    gpus = file.gpu_of_process()
+    gpus = file.gpus()
     return [_Builder(file, key).build([*device, host], ranges, gpus) for key in keys], file.notices
 
 
@@ -92,6 +91,7 @@ class _File:
         self.path = path
         self.notices: list[Notice] = []
         self.names = Names()
+        self.untimed: Counter[tuple[int, str]] = Counter()
         found = self.sql.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         self.tables = {str(name): self._columns(str(name)) for (name,) in found}
         self.texts = {i: text for i, text in self.rows("StringIds", ("id", "value")) if isinstance(text, str)}
@@ -150,19 +150,19 @@ class _File:
     def kernels(self) -> Int:
         columns = ("globalPid", "start", "end", "deviceId", "streamId", "correlationId", "demangledName", "shortName")
         rows = self.rows(KERNELS, columns)
-        return self._device((*r[:6], self.name(r[6], r[7]), Cat.KERNEL) for r in rows)
+        return self._device(KERNELS, ((*r[:6], self.name(r[6], r[7]), Cat.KERNEL) for r in rows))
 
     def copies(self, table: str) -> Int:
         cat, title = COPIES[table]
         name = self.names.intern(title)
         columns = ("globalPid", "start", "end", "deviceId", "streamId", "correlationId")
-        return self._device((*r, name, cat) for r in self.rows(table, columns))
+        return self._device(table, ((*r, name, cat) for r in self.rows(table, columns)))
 
     def graphs(self) -> Int:
         """CUDA graphs that were traced as a whole stand for the kernels inside them."""
         name = self.names.intern("CUDA graph")
         columns = ("globalPid", "start", "end", "deviceId", "streamId", "correlationId")
-        found = self._device((*r, name, Cat.KERNEL) for r in self.rows(GRAPHS, columns))
+        found = self._device(GRAPHS, ((*r, name, Cat.KERNEL) for r in self.rows(GRAPHS, columns)))
         if len(found):
             message = (
                 f"{len(found)} CUDA graph launches were traced as a whole: communication inside a graph counts as "
@@ -171,22 +171,29 @@ class _File:
             self.notices.append(Notice("cuda-graphs-whole", message, self.path))
         return found
 
-    def _device(self, rows: Iterator[tuple[Any, ...]]) -> Int:
+    def _device(self, table: str, rows: Iterator[tuple[Any, ...]]) -> Int:
         made = (
             (_whole(pid, 0) >> 24, cat, start, end, name, -1, _whole(device), _whole(stream), _whole(corr))
             for pid, start, end, device, stream, corr, name, cat in rows
-            if _is_time(start) and _is_time(end)
         )
-        return _array(made)
+        return _array(self._timed(table, made))
+
+    def _timed(self, table: str, rows: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """The rows that have times; the others are counted."""
+        for row in rows:
+            if _is_time(row[2]) and _is_time(row[3]):
+                yield row
+            else:
+                self.untimed[row[0], table] += 1
 
     def runtime(self) -> Int:
         rows = self.rows(RUNTIME, ("globalTid", "start", "end", "correlationId", "nameId"))
         made = (
             (_whole(tid, 0) >> 24, Cat.RUNTIME, start, end, self.name(name), _whole(tid, 0) & 0xFFFFFF, -1, -1, c)
             for tid, start, end, corr, name in rows
-            if _is_time(start) and _is_time(end) and (c := _whole(corr)) >= 0
+            if (c := _whole(corr)) >= 0
         )
-        found = _array(made)
+        found = _array(self._timed(RUNTIME, made))
         self._graph_launches(found)
         return found
 
@@ -208,8 +215,11 @@ class _File:
         columns = ("globalTid", "start", "end", "text", "textId", "domainId", "binaryData")
         out, open_ranges = [], 0
         for tid, start, end, text, text_id, domain, blob in self.rows(NVTX, columns, f"WHERE eventType IN ({wanted})"):
-            if not _is_time(start) or not _is_time(end):
+            if end is None and _is_time(start):
                 open_ranges += 1
+                continue
+            if not _is_time(start) or not _is_time(end):
+                self.untimed[_whole(tid, 0) >> 24, NVTX] += 1
                 continue
             said = text if isinstance(text, str) and text else self.texts.get(text_id, "")
             out.append((_whole(tid, 0), start, end, said, _whole(domain, 0), blob))
@@ -232,13 +242,10 @@ class _File:
         columns = ("domainId", "schemaId", "type", "name", "offset")
         return Payloads.of(self.rows("NVTX_PAYLOAD_SCHEMA_ENTRIES", columns))
 
-    def gpu_of_process(self) -> dict[int, int]:
-        """pid -> the lowest GPU of the machine that it sees."""
-        out: dict[int, int] = {}
-        for pid, gpu in self.rows("TARGET_INFO_CUDA_DEVICE", ("pid", "gpuId")):
-            if isinstance(pid, int) and isinstance(gpu, int):
-                out[pid] = min(gpu, out.get(pid, gpu))
-        return out
+    def gpus(self) -> dict[tuple[int, int], int]:
+        """(pid, a device as the process counts them) -> the machine's GPU."""
+        rows = self.rows("TARGET_INFO_CUDA_DEVICE", ("pid", "cudaId", "gpuId"))
+        return {(_whole(pid), _whole(cuda)): _whole(gpu) for pid, cuda, gpu in rows}
 
 
 def _is_time(value: Any) -> bool:
@@ -278,7 +285,7 @@ class _Builder:
         self.joined: list[tuple[str, int, int]] = []
         self.iter_rank = -1
 
-    def build(self, tables: list[Int], ranges: list[tuple[Any, ...]], gpus: dict[int, int]) -> Process:
+    def build(self, tables: list[Int], ranges: list[tuple[Any, ...]], gpus: dict[tuple[int, int], int]) -> Process:
         rows = np.concatenate([t[t[:, 0] == self.key] for t in tables])
         # Launch order: what a kernel's launch belongs to is looked for in it.
         rows = rows[np.lexsort((rows[:, 2], rows[:, 8]))]
@@ -299,12 +306,24 @@ class _Builder:
             self.file.path, events, self.file.names, [CommArgs(c.what) for c in self.calls], base_ns=self.file.base_ns
         )
         scan.head = {"host_name": self.file.host}
-        if not good.all():
-            message = f"{int((~good).sum())} events dropped: negative duration"
-            scan.notices.append(Notice("events-dropped", message, self.file.path))
-        device = table[(table[:, 5] >= 0) & (table[:, 0] == Cat.KERNEL), 5]
-        gpu = gpus.get(self.key & 0xFFFFFF, int(device.min()) if len(device) else -1)
-        return Process(self.key, gpu, scan, self.calls, self.iter_rank, self.joined)
+        scan.lost = int((~good & np.isin(table[:, 0], DEVICE)).sum())
+        scan.lost += sum(self.file.untimed[self.key, t] for t in (KERNELS, *COPIES, GRAPHS))
+        scan.dropped["negative duration"] = int((~good).sum())
+        for t in (KERNELS, *COPIES, GRAPHS, RUNTIME, NVTX):
+            scan.dropped[f"no usable time in table {t}"] = self.file.untimed[self.key, t]
+        scan.dropped = +scan.dropped
+        for why, number in scan.dropped.items():
+            scan.notices.append(Notice("events-dropped", f"{number} events dropped: {why}", self.file.path))
+        return Process(self.key, self._gpu(events, gpus), scan, self.calls, self.iter_rank, self.joined)
+
+    def _gpu(self, events: Events, gpus: dict[tuple[int, int], int]) -> int:
+        """The GPU on which most of the kernels' time was spent; without kernels the lowest that the process sees."""
+        pid = self.key & 0xFFFFFF
+        devices = events.time_by_device((events.cat == Cat.KERNEL) & (events.device >= 0))
+        if not devices:
+            return min((gpu for (owner, _), gpu in gpus.items() if owner == pid), default=-1)
+        own, _ = devices[0]
+        return gpus.get((pid, own), own)
 
     def _ranges(self, ranges: list[tuple[Any, ...]]) -> Int:
         """Rows (category, start, end, name, thread, -1, -1, -1, sequence, comm) of this process's NVTX ranges."""

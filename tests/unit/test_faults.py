@@ -320,6 +320,61 @@ def test_impossible_times_are_left_out_and_counted(tmp_path: Path, what: str, ev
         assert busy_ns(run, rank) == TRUTH.busy_ns(rank)
 
 
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (lambda e: {"ts": 1_712_195_495_502_094_531 + round(e["ts"] * 1000)}, "ts 17121954955"),
+        (lambda e: {"ts": f"{e['ts']:,.1f}"}, "ts '5,000.0'"),
+        (lambda e: {"dur": -e["dur"]}, "negative duration"),
+    ],
+    ids=["nanoseconds", "text with commas", "negative"],
+)
+def test_a_rank_without_one_usable_time_is_refused_for_that(
+    tmp_path: Path, event: Callable[[Json], Json], said: str
+) -> None:
+    docs = documents()
+    for one in (e for e in docs[2]["traceEvents"] if e["ph"] == "X"):
+        one.update(event(one))
+    files = write_all(tmp_path, docs)
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 3]
+    (notice,) = [n for n in run.notices if n.code == "file-unreadable"]
+    assert "GPU events cannot be used" in notice.message
+    assert said in notice.message
+    with pytest.raises(InputError, match="GPU events cannot be used") as caught:
+        read(files[2])
+    assert "microseconds" in caught.value.hint
+
+
+@pytest.mark.parametrize("by_arguments", [True, False])
+def test_a_file_with_two_devices_at_work_is_refused_and_costs_no_other(tmp_path: Path, by_arguments: bool) -> None:
+    """One process that drives two GPUs: the union of both would be nobody's busy time."""
+    docs = documents()
+    for i, event in enumerate(e for e in docs[2]["traceEvents"] if e.get("cat") == KERNELS):
+        event["pid"] = i % 2
+        event["args"]["device"] = i % 2 if by_arguments else None
+    files = write_all(tmp_path, docs)
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 3]
+    with pytest.raises(InputError, match=r"one process drove 2 devices \(.* on device [01], .* on device [01]\)"):
+        read(files[2])
+
+
+def test_a_little_on_another_device_is_left_out_and_said(tmp_path: Path) -> None:
+    """A context that is set up there, a copy to it: at most a twentieth of the time of the rank's own kernels."""
+    docs = documents()
+    ours = kernels(docs[2])
+    for one in (ours[0], ours[1]):
+        docs[2]["traceEvents"].append({**one, "pid": 0, "args": {"device": 0, "stream": 7}, "dur": 50})
+    docs[2]["traceEvents"].append({**ours[2], "cat": "gpu_memcpy", "pid": 1, "args": {"device": 1}, "dur": 9000})
+    write_all(tmp_path, docs)
+    run = read(tmp_path)
+    (notice,) = [n for n in run.notices if n.code == "other-device"]
+    assert notice.message == "3 events on device 0, 1 are not used: this rank's work is on device 2"
+    for rank in range(4):
+        assert busy_ns(run, rank) == TRUTH.busy_ns(rank)
+
+
 def test_a_bare_nan_is_dropped_and_counted(tmp_path: Path) -> None:
     run = read_with_bad_rank_2(tmp_path, lambda t: re.sub(rb'"dur": [\d.]+', b'"dur": NaN', t, count=1))
     assert {"events-dropped", "json-repaired"} <= set(codes(run))

@@ -167,6 +167,81 @@ def test_correlation_ids_of_two_processes_do_not_mix(tmp_path: Path) -> None:
     assert (s.corr[launch[:, 0]] == s.corr[launch[:, 1]]).all()
 
 
+def change(path: Path, *statements: str) -> Path:
+    """Run SQL on an export whose tables accept any value."""
+    connection = sqlite3.connect(path)
+    for table in ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"):
+        connection.execute(f"CREATE TABLE t AS SELECT * FROM {table}")
+        connection.execute(f"DROP TABLE {table}")
+        connection.execute(f"ALTER TABLE t RENAME TO {table}")
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+    return path
+
+
+def of_rank(rank: int) -> str:
+    return f"globalPid = {(1 << 48) | (4000 + rank) << 24}"
+
+
+def busy_ns(run: Run, rank: int) -> int:
+    rows = (run.spans.rank == rank) & (run.spans.lane == Lane.COMPUTE)
+    return int(run.spans.duration_ns[rows].sum())
+
+
+def test_a_process_that_drives_two_gpus_is_refused_and_costs_no_other(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"))
+    change(path, f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = correlationId % 2 WHERE {of_rank(2)}")
+    run = read(path)
+    assert [run.ranks, run.layout.missing_ranks] == [[0, 1, 3], [2]]
+    (said,) = [n.message for n in run.notices if n.code == "process-unreadable"]
+    assert "rank 2 (process 4002): one process drove 2 devices" in said
+    assert " on device 0" in said
+    assert " on device 1" in said
+    for rank in run.ranks:
+        assert busy_ns(run, rank) == TRUTH.busy_ns(rank)
+    alone = nsys_gen.write(tmp_path / "alone.sqlite", {2: documents(ranges="runtime")[2]})
+    with pytest.raises(InputError, match=r"drove 2 devices \(.* on device 0, .* on device 1\)"):
+        read(change(alone, "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = correlationId % 2"))
+
+
+def test_a_context_on_another_gpu_neither_counts_nor_tells_the_order(tmp_path: Path) -> None:
+    """Every process also runs a kernel on GPU 0; ranks that only their GPUs tell apart keep their places."""
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(init=False, blobs=False))
+    swap = [f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = {7 - rank} WHERE {of_rank(rank)}" for rank in range(4)]
+    stray = [
+        f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0 WHERE rowid = "
+        f"(SELECT min(rowid) FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE {of_rank(rank)})"
+        for rank in range(4)
+    ]
+    run = read(change(path, *swap, *stray, "DROP TABLE TARGET_INFO_CUDA_DEVICE"))
+    assert [n.code for n in run.notices].count("other-device") == 4
+    whole = [TRUTH.busy_ns(rank) for rank in (3, 2, 1, 0)]
+    assert all(0 <= all_of_it - busy_ns(run, rank) < 2_000_000 for rank, all_of_it in enumerate(whole))
+
+
+@pytest.mark.parametrize("value", ["NULL", "'soon'", "1.5"])
+@pytest.mark.parametrize("column", ["start", '"end"'])
+def test_rows_without_times_are_counted(tmp_path: Path, column: str, value: str) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"))
+    tables = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME")
+    run = read(change(path, *(f"UPDATE {table} SET {column} = {value} WHERE rowid IN (7, 9)" for table in tables)))
+    messages = [n.message for n in run.notices if n.code == "events-dropped"]
+    assert messages == [f"2 events dropped: no usable time in table {table}" for table in tables]
+
+
+def test_a_process_none_of_whose_kernels_has_a_time_is_refused_for_that(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(init=False, blobs=False))
+    run = read(change(path, f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon' WHERE {of_rank(1)}"))
+    assert run.ranks == [0, 2, 3]
+    (said,) = [n.message for n in run.notices if n.code == "process-unreadable"]
+    assert "GPU events cannot be used" in said
+    assert "no usable time in table CUPTI_ACTIVITY_KIND_KERNEL" in said
+    with pytest.raises(InputError, match="GPU events cannot be used"):
+        read(change(path, "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = NULL"))
+
+
 def test_a_report_file_gets_the_command_that_exports_it(tmp_path: Path) -> None:
     (tmp_path / "run.nsys-rep").write_bytes(b"NVIDIA\0\1\2")
     with pytest.raises(InputError, match="binary format") as caught:

@@ -2,8 +2,8 @@
  *
  * Reads "[{...}, {...}]" and either understands every byte of it, or answers ODD and has changed nothing that the
  * caller can see; the caller then takes the Python path for that chunk. So all that is unusual (other types, escapes
- * in keys, numbers with exponents, lone surrogates, doubled keys, invalid JSON) is decided in one place, in Python,
- * and the two paths cannot differ. What is accepted here is a subset of RFC 8259 with valid UTF-8.
+ * in keys, numbers with exponents, negative durations, lone surrogates, doubled keys, invalid JSON) is decided in one
+ * place, in Python, and the two paths cannot differ. What is accepted here is a subset of RFC 8259 with valid UTF-8.
  *
  * The input is hostile: every read is bounded by `end`, nesting by MAX_DEPTH, memory by the size of the input.
  * Plain C99; SSE2 where the compiler has it.
@@ -18,7 +18,7 @@
 
 #define MAX_DEPTH 32
 #define MAX_CATEGORIES 64
-#define ABI 1
+#define ABI 2
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -45,7 +45,7 @@ typedef struct {
 } Rows;
 
 typedef struct {
-    int64_t seen, rows, asides, negative, names;
+    int64_t seen, rows, asides, names;
 } Counts;
 
 typedef struct {
@@ -549,11 +549,7 @@ static int keep(Scanner *s, const Event *e, Text text, const Rows *rows, Counts 
     const int64_t large = INT64_C(1) << 42;
     if (e->dur.whole >= large && e->dur.decimals) return 0;
     if (e->ts.whole >= large && (e->ts.decimals > 3 || e->dur.decimals > 3)) return 0;
-    if (e->dur.ns < 0) {
-        n->negative++;
-        return 1;
-    }
-    if (n->rows >= rows->rows) return 0;
+    if (e->dur.ns < 0 || n->rows >= rows->rows) return 0;
     int32_t name = intern(s, e->name, e->name_length);
     if (name < 0) return 0;
     int64_t i = n->rows++;

@@ -30,7 +30,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Counts(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("seen", "rows", "asides", "negative", "names")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("seen", "rows", "asides", "names")]
 
 
 def open_scanner(columns: Columns) -> Scanner | None:
@@ -73,8 +73,6 @@ class Scanner:
         if asides is None:
             return False
         self._columns.seen += counts.seen
-        if counts.negative:
-            self._columns.dropped["negative duration"] += counts.negative
         self._learn_names()
         block = {name: self._arrays[name][: counts.rows] for name in ("cat", *_WIDE)}
         block["name"] = self._to_names[self._arrays["name"][: counts.rows]]
