@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bubblescope.algebra import intervals
 from bubblescope.algebra.intervals import rows_by
-from bubblescope.align.match import one_sided_transfer
+from bubblescope.align.match import collective_transfer, local_transfer
 from bubblescope.analysis.idle import COMMUNICATION, DeviceSets, IdleTable, all_sets, measure
 from bubblescope.analysis.operations import (
     COOLDOWN,
@@ -297,7 +297,7 @@ def _local_gaps(
     w, start, end, before, phase = _local_bounds(windows, operations, chosen)
     phase = np.where(has_phases(operations, len(windows))[w], phase, STEADY)
     idle = _idle_within(windows.rank, w, start, end, sets)
-    causes = _local_causes(run, windows, w, start, end, idle, sets)
+    causes = _local_causes(run, windows, w, start, end, idle, before, sets)
     n = len(w)
     return Gaps(
         w,
@@ -322,13 +322,14 @@ def has_phases(operations: Operations, n_windows: int) -> NDArray[np.bool_]:
 
 
 def _local_causes(
-    run: Run, windows: Windows, w: Int, start: Int, end: Int, idle: Int, sets: dict[int, DeviceSets]
+    run: Run, windows: Windows, w: Int, start: Int, end: Int, idle: Int, before: Int, sets: dict[int, DeviceSets]
 ) -> Float:
-    """data_loading and host_launch from the rank itself, bare collectives whole; of a receive its last part, as long as
-    such transfers take at best (§3), and what is left of P2P waits stays unexplained."""
+    """data_loading and host_launch from the rank itself; of a collective and of a receive the last part, as long as it
+    takes once all are there, or at best (§3). What is left of both stays unexplained, as does the time after the last
+    thing that a rank did in a step which others had not ended."""
     causes = np.zeros((len(w), len(CAUSES)))
     spans = run.spans
-    moving = one_sided_transfer(run)
+    moving = np.maximum(local_transfer(run), collective_transfer(run))
     by_rank = dict(rows_by(spans.rank))
     for rank, rows in rows_by(windows.rank[w]):
         own = spans.take(by_rank[rank])
@@ -336,13 +337,15 @@ def _local_causes(
         busy = sets[rank].busy
         device = own.device >= 0
         talks = device & np.isin(own.lane, COMMUNICATION)
-        collective = _bare(own, talks & (own.kind == Kind.COLLECTIVE), busy)
+        reducing = talks & (own.kind == Kind.COLLECTIVE)
+        collective = _bare(own, reducing, busy)
         p2p = intervals.subtract(_bare(own, talks & (own.kind != Kind.COLLECTIVE), busy), collective)
         taken = intervals.merge([busy, collective, p2p])
         data = intervals.subtract(_set(own, own.kind == Kind.DATA), taken)
         arriving = (moved > 0) & (own.kind == Kind.RECV)
-        tail = intervals.union(own.end_ns[arriving] - moved[arriving], own.end_ns[arriving])
-        transfer = intervals.subtract(tail, intervals.merge([busy, collective]))
+        transfer = intervals.subtract(_tails(own, moved, arriving), intervals.merge([busy, collective]))
+        whole = np.where(moved < 0, own.duration_ns, moved)
+        exposed = intervals.subtract(_tails(own, whole, reducing), busy)
 
         def within(chosen: intervals.Set, rows: Int = rows) -> Int:
             low = intervals.measure_before(chosen, start[rows])
@@ -350,13 +353,28 @@ def _local_causes(
             return length
 
         causes[rows, CAUSE_INDEX["data_loading"]] = within(data)
-        causes[rows, CAUSE_INDEX["exposed_collective"]] = within(collective)
+        causes[rows, CAUSE_INDEX["exposed_collective"]] = within(exposed)
         causes[rows, CAUSE_INDEX["p2p_transfer"]] = within(transfer)
         if talks.any() or run.source.timing == "kernels":
             known = within(data) + within(collective) + within(p2p)
-            causes[rows, CAUSE_INDEX["host_launch"]] = idle[rows] - known
+            over = np.where(before[rows] < 0, _after_all(own.take(device), start[rows], end[rows]), 0)
+            causes[rows, CAUSE_INDEX["host_launch"]] = np.maximum(idle[rows] - known - over, 0)
     causes[:, CAUSE_INDEX["unexplained"]] = idle - causes.sum(axis=1)
     return causes
+
+
+def _tails(spans: Spans, length: Int, rows: NDArray[np.bool_]) -> intervals.Set:
+    """The last `length` ns of each of the rows."""
+    return intervals.union(spans.end_ns[rows] - length[rows], spans.end_ns[rows])
+
+
+def _after_all(device: Spans, start: Int, end: Int) -> Int:
+    """How much of each [start, end) lies after the last span that began before its end; `device` by start."""
+    reach = np.maximum.accumulate(device.end_ns)
+    last = np.searchsorted(device.start_ns, end, "left") - 1
+    ended = np.where(last >= 0, reach[np.maximum(last, 0)], start) if len(reach) else start
+    result: Int = end - np.clip(ended, start, end)
+    return result
 
 
 def _set(spans: Spans, rows: NDArray[np.bool_]) -> intervals.Set:

@@ -73,20 +73,69 @@ def test_no_cause_is_invented_by_clocks_that_drift(tmp_path: Path, clocks: str) 
     assert data["causes"]["stage_imbalance"]["seconds"] == pytest.approx(0.043 * window, rel=0.01)
 
 
-@pytest.mark.parametrize("without", [0, 2, 3])
-def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(tmp_path: Path, without: int) -> None:
-    truth = simulate(Shape(steps=3))
+@pytest.mark.parametrize("clocks", ["one host", *sorted(CLOCKS)])
+@pytest.mark.parametrize("without", [0, 1, 2, 3])
+@pytest.mark.parametrize("embedding_ns", [0, 300_000])
+def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(
+    tmp_path: Path, without: int, clocks: str, embedding_ns: int
+) -> None:
+    """Where a rank is missing, with its clock's bounds, nothing is made up: what one rank or one matched group tells is
+    as in the whole job, what the pipeline would have to tell is unavailable."""
+    truth = simulate(Shape(steps=3, embedding_ns=embedding_ns))
     whole = report(tmp_path / "all", truth, Style(host=lambda rank: "host"))
-    data = report(tmp_path / "few", truth, Style(host=lambda rank: "host"), without=without)
+    many = Style(host=lambda rank: "host" if clocks == "one host" else f"host{rank}", clock_ns=CLOCKS.get(clocks, {}))
+    data = report(tmp_path / "few", truth, many, without=without)
     assert data["source"]["missing_ranks"] == [without]
-    for cause in ("stage_imbalance", "slow_worker", "transient"):
+    for cause in ("warmup", "cooldown", "stage_imbalance", "slow_worker", "transient"):
         assert data["causes"][cause]["seconds"] is None
         assert data["causes"][cause]["sure"] == "unavailable"
     assert data["causes"]["p2p_transfer"]["sure"] == "estimated"
     there = {gpu["rank"]: gpu for gpu in whole["gpus"]}
     for gpu in data["gpus"]:
-        assert gpu["busy"] == pytest.approx(there[gpu["rank"]]["busy"], abs=1e-9)
-        known = [v for v in gpu["causes"].values() if v is not None]
-        assert sum(known) == pytest.approx(gpu["idle"], abs=1e-6)
+        true = there[gpu["rank"]]
+        _, drift = many.clock_ns.get(gpu["rank"], (0, 0.0))
+        assert gpu["busy"] == pytest.approx(true["busy"], abs=1e-9 + abs(drift) * true["busy"])
+        assert sum(v for v in gpu["causes"].values() if v is not None) == pytest.approx(gpu["idle"], abs=1e-6)
         inputs = {0: 8, 3: 8}.get(gpu["rank"], 16)
         assert gpu["causes"]["p2p_transfer"] == pytest.approx(inputs * 50e-6, abs=5e-6)
+        if {0, 3} <= set(data["source"]["ranks"]):
+            # Only the ends reduce; what rank 3 waits there for rank 0 is no cost of the reduction.
+            reduces = embedding_ns * 1e-9 if gpu["rank"] in (0, 3) else 0.0
+            assert gpu["causes"]["exposed_collective"] == pytest.approx(reduces, abs=1e-6)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 8])
+@pytest.mark.parametrize("without", [None, 1, 6])
+def test_two_replicas_on_several_hosts(tmp_path: Path, hosts: int, without: int | None) -> None:
+    """With all ranks the causes are those of one clock; a missing one leaves every GPU its own, whatever the hosts."""
+    truth = simulate(Shape(steps=3, replicas=2, reduce_ns=500_000))
+    whole = report(tmp_path / "all", truth, Style(host=lambda rank: "host"))
+    clocks = {r: (5 * MS * (r * hosts // 8), 10e-6 * (r * hosts // 8)) for r in range(8)}
+    style = Style(host=lambda rank: f"host{rank * hosts // 8}", clock_ns=clocks)
+    data = report(tmp_path / "few", truth, style, without=without)
+    assert data["clock"]["aligned"]
+    assert data["pipeline"]["data_parallel"] == 2
+    there = {gpu["rank"]: gpu for gpu in whole["gpus"]}
+    for gpu in data["gpus"]:
+        true = there[gpu["rank"]]
+        assert gpu["window"] == pytest.approx(true["window"], abs=20e-6)
+        for cause, seconds in gpu["causes"].items():
+            known = cause in ("exposed_collective", "data_loading", "host_launch")
+            if without is None or known:
+                assert seconds == pytest.approx(true["causes"][cause], abs=20e-6), cause
+            elif cause not in ("p2p_transfer", "unexplained"):
+                assert seconds is None, cause
+
+
+@pytest.mark.parametrize("clocks", sorted(CLOCKS))
+@pytest.mark.parametrize("ranges", ["", "runtime"])
+def test_interleaved_causes_do_not_depend_on_clocks(tmp_path: Path, clocks: str, ranges: str) -> None:
+    truth = simulate(Shape(steps=3, schedule="Interleaved1F1B", chunks=2))
+    exact = report(tmp_path / "one", truth, Style(host=lambda rank: "host", ranges=ranges))
+    style = Style(host=lambda rank: f"host{rank}", clock_ns=CLOCKS[clocks], ranges=ranges)
+    off = report(tmp_path / "many", truth, style)
+    assert off["clock"]["aligned"]
+    for cause, row in off["causes"].items():
+        assert (row["seconds"] is None) == (exact["causes"][cause]["seconds"] is None)
+        if row["seconds"] is not None:
+            assert row["seconds"] == pytest.approx(exact["causes"][cause]["seconds"], abs=20e-6), cause
