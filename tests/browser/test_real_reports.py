@@ -94,15 +94,12 @@ def test_a_page_stays_small(path_of: Any, name: str) -> None:
     assert path_of(name).stat().st_size < MOST_BYTES
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", REPORTS)
-def test_it_is_quiet_and_passes_axe(visit: Any, path_of: Any, screenshot: Any, name: str, theme: str) -> None:
-    found = visit(path_of(name), "desktop", theme)
+def test_it_is_quiet_and_passes_axe_in_both_themes(visit: Any, path_of: Any, screenshot: Any, name: str) -> None:
+    found = visit(path_of(name))
     page_checks.draw_everything(found.page)
     found.page.click("[data-do=next]")
-    screenshot(found.page, f"real-{name}-{theme}")
-    page_checks.is_quiet(found)
-    page_checks.passes_axe(found.page)
+    page_checks.suits_both_themes(found, screenshot, f"real-{name}")
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -114,15 +111,21 @@ def test_it_fits_a_phone(visit: Any, path_of: Any, screenshot: Any, name: str) -
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_every_story_adds_up_to_its_gap(visit: Any, path_of: Any, name: str) -> None:
-    page_checks.stories_add_up(visit(path_of(name)).page)
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_the_keyboard_and_the_sliders_work(visit: Any, path_of: Any, name: str) -> None:
+def test_its_stories_add_up_and_its_keyboard_and_sliders_work(visit: Any, path_of: Any, name: str) -> None:
     page = visit(path_of(name)).page
+    page_checks.stories_add_up(page)
     page_checks.keyboard_tells_a_story(page)
     page_checks.sliders_recompute(page)
+
+
+def test_a_thousand_ranks_are_drawn_by_stage_and_open_on_demand(visit: Any, path_of: Any, screenshot: Any) -> None:
+    page = visit(path_of("thousand")).page
+    assert page.get_attribute("#lanes", "aria-label").count("33 rows") == 1  # 16 stages, a title, 16 ideal rows
+    screenshot(page, "thousand-by-stage")
+    page.focus("#lanes")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert "stage 1 opened" in page.inner_text("#lanes-status")
 
 
 def test_the_first_screen_of_the_demo_is_drawn_within_two_seconds(visit: Any, path_of: Any) -> None:

@@ -10,6 +10,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 WCAG_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+EVERY_RULE = {"type": "tag", "values": WCAG_AA}
+COLOUR_RULES = {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}
 
 
 def until(page: Any, expression: str, arg: object = None, timeout_s: float = 30.0) -> None:
@@ -36,9 +38,20 @@ def is_quiet(visit: Any) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def passes_axe(page: Any) -> None:
-    result = Axe().run(page, options={"runOnly": {"type": "tag", "values": WCAG_AA}})
+def passes_axe(page: Any, only: dict[str, Any] = EVERY_RULE) -> None:
+    result = Axe().run(page, options={"runOnly": only})
     assert [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in result.response["violations"]] == []
+
+
+def suits_both_themes(visit: Any, screenshot: Any, name: str) -> None:
+    """Quiet and clean by axe in light and in dark; in dark only what colours decide is looked at again."""
+    page = visit.page
+    for theme, rules in (("light", EVERY_RULE), ("dark", COLOUR_RULES)):
+        page.emulate_media(color_scheme=theme)
+        until(page, f"getComputedStyle(document.documentElement).colorScheme === '{theme}'")
+        screenshot(page, f"{name}-{theme}")
+        is_quiet(visit)
+        passes_axe(page, rules)
 
 
 def amounts(page: Any, table: str) -> tuple[list[float], float]:
