@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from bubblescope._version import __version__
@@ -45,3 +46,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("BUBBLESCOPE") == "standby":
+    from bubblescope.attach import sitehook as _sitehook
+
+    _sitehook.install_or_say()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,6 +40,17 @@ def job_environment(settings: Settings, base: Mapping[str, str] = os.environ) ->
     made["PYTHONPATH"] = os.pathsep.join([str(SITE), *behind])
     made.update(settings.variables())
     return made
+
+
+def standby_line() -> str:
+    """For the shell that starts jobs: what makes their ranks wait for an attach, whatever starts them."""
+    return f'export BUBBLESCOPE=standby PYTHONPATH={shlex.quote(str(SITE))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+
+def stands_by(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a job started with these variables has an agent in each rank, also where it imports no bubblescope."""
+    folders = [Path(part) for part in environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return environ.get("BUBBLESCOPE") == "standby" and SITE in folders
 
 
 def default_folder(base: Mapping[str, str] = os.environ, now: float | None = None) -> Path:

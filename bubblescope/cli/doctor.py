@@ -211,7 +211,19 @@ def _attach(found: Findings) -> None:
     daemon = os.environ.get("KINETO_USE_DAEMON")
     note = "set: jobs of this shell poll for a profiler daemon, and exit up to 10 s later without one"
     found.add("attach", "KINETO_USE_DAEMON", "ok" if daemon else "missing", daemon, note if daemon else "not set")
+    _standby(found)
     _ranks(found)
+
+
+def _standby(found: Findings) -> None:
+    from bubblescope.attach import launcher
+
+    mode = os.environ.get("BUBBLESCOPE")
+    if launcher.stands_by():
+        found.add("attach", "BUBBLESCOPE", "ok", mode, "jobs of this shell can be attached to")
+        return
+    only = "only jobs that import bubblescope can be attached to" if mode == "standby" else "not set"
+    found.add("attach", "BUBBLESCOPE", "missing", mode, f"{only}; for all jobs of a shell: {launcher.standby_line()}")
 
 
 def _ranks(found: Findings) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bubblescope.attach import launcher
 from bubblescope.cli import doctor
 from tests.support.cli_runner import Runner
 
@@ -46,6 +47,33 @@ def test_a_torch_that_the_hooks_do_not_fit_cannot_be_recorded(monkeypatch: pytes
     found = doctor.examine(tmp_path)
     assert not doctor.can_record(found)
     assert any("forward_one_chunk" in problem for problem in doctor.problems(found))
+
+
+@pytest.mark.parametrize(
+    ("mode", "path", "state", "said"),
+    [
+        (None, "", "missing", f"not set; for all jobs of a shell: {launcher.standby_line()}"),
+        (
+            "standby",
+            "",
+            "missing",
+            "only jobs that import bubblescope can be attached to; for all",
+        ),
+        ("standby", f"/mine:{launcher.SITE}", "ok", "jobs of this shell can be attached to"),
+    ],
+)
+def test_what_makes_the_jobs_of_a_shell_attachable_is_said(
+    mode: str | None, path: str, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.delenv("BUBBLESCOPE", raising=False)
+    if mode:
+        monkeypatch.setenv("BUBBLESCOPE", mode)
+    found = doctor.Findings()
+    doctor._standby(found)
+    [item] = found.items
+    assert (item.area, item.name, item.state, item.value) == ("attach", "BUBBLESCOPE", state, mode)
+    assert said in item.note
 
 
 def test_looking_leaves_torch_as_it_was(tmp_path: Path) -> None:
