@@ -78,12 +78,13 @@ def _queues(run: Run, rows: Int) -> tuple[dict[tuple[int, int, int], list[int]],
     group = _one_name_per_pair(run, rows)
     sends: dict[tuple[int, int, int], list[int]] = {}
     receives: dict[tuple[int, int, int], list[int]] = {}
-    for i, row in enumerate(rows.tolist()):
-        rank, peer = int(spans.rank[row]), int(spans.peer[row])
-        if spans.kind[row] == Kind.SEND:
-            sends.setdefault((int(group[i]), rank, peer), []).append(row)
+    sent = (spans.kind[rows] == Kind.SEND).tolist()
+    columns = (group.tolist(), spans.rank[rows].tolist(), spans.peer[rows].tolist())
+    for row, is_send, name, rank, peer in zip(rows.tolist(), sent, *columns, strict=True):
+        if is_send:
+            sends.setdefault((name, rank, peer), []).append(row)
         else:
-            receives.setdefault((int(group[i]), peer, rank), []).append(row)
+            receives.setdefault((name, peer, rank), []).append(row)
     return sends, receives
 
 

@@ -82,10 +82,15 @@ def _group(key: Int, known: NDArray[np.bool_]) -> Int:
     """Group number per row: equal keys where the microbatch is known, runs of equal keys elsewhere."""
     if not len(key):
         return np.empty(0, dtype=np.int64)
-    change = np.append(True, (key[1:] != key[:-1]).any(axis=1))
-    run_number = np.cumsum(change)
-    tag = np.column_stack([key, np.where(known, 0, run_number)])
-    return np.unique(tag, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    opens = np.append(True, (key[1:] != key[:-1]).any(axis=1))
+    heads, run_number = np.flatnonzero(opens), np.cumsum(opens) - 1
+    tag = np.column_stack([key[heads], np.where(known[heads], 0, np.arange(len(heads)) + 1)])
+    order = np.lexsort(tag.T[::-1])
+    differs = np.append(False, (tag[order[1:]] != tag[order[:-1]]).any(axis=1))
+    number = np.empty(len(heads), dtype=np.int64)
+    number[order] = np.cumsum(differs)
+    result: Int = number[run_number]
+    return result
 
 
 def _extent(group: Int, start: Int, end: Int) -> tuple[Int, Int]:

@@ -46,11 +46,11 @@ def _queues(run: Run, rows: Int) -> dict[tuple[int, int, int], tuple[list[int], 
     """(source, destination, step) -> its sends and its receives, each in issue order."""
     spans = run.spans
     out: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
-    for row in rows.tolist():
-        sends = spans.kind[row] == Kind.SEND
-        ends = (int(spans.rank[row]), int(spans.peer[row]))
-        key = (*(ends if sends else ends[::-1]), int(spans.step[row]))
-        out.setdefault(key, ([], []))[0 if sends else 1].append(row)
+    sends = (spans.kind[rows] == Kind.SEND).tolist()
+    columns = (spans.rank[rows].tolist(), spans.peer[rows].tolist(), spans.step[rows].tolist())
+    for row, sent, rank, peer, step in zip(rows.tolist(), sends, *columns, strict=True):
+        key = (rank, peer, step) if sent else (peer, rank, step)
+        out.setdefault(key, ([], []))[0 if sent else 1].append(row)
     return out
 
 

@@ -142,9 +142,9 @@ def _label_messages(
     rows = np.flatnonzero((spans.rank == rank) & messages)
     found = around(spans.start_ns[ranges], spans.end_ns[ranges], at[rows])
     own = stage_of_rank(run, rank)
-    for row, k in zip(rows.tolist(), found.tolist(), strict=True):
+    sent = (spans.kind[rows] == Kind.SEND).tolist()
+    for row, k, sends in zip(rows.tolist(), found.tolist(), sent, strict=True):
         action = actions[k][0] if k >= 0 else None
-        sends = spans.kind[row] == Kind.SEND
         if action is None or (action.neighbour == 0 and (action.stage >= 0 or action.kind not in PIPELINE_KINDS)):
             continue
         if action.neighbour and (action.kind == Kind.SEND) != sends:

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bubblescope.analysis.operations import _group
 from bubblescope.model import Action, Kind, Run
 from bubblescope.replay.attribution import attribute
 from bubblescope.replay.bases import find_bases
@@ -130,3 +131,13 @@ def _measured_delay(program: object) -> np.ndarray:
     from bubblescope.replay.scenario import delays
 
     return delays(program, ())  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(-1, 1)), max_size=30))
+def test_kernels_share_an_operation_by_key_or_as_an_unbroken_run(rows: list[tuple[int, int, int]]) -> None:
+    key = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    known = key[:, 2] >= 0
+    runs = np.cumsum([i > 0 and rows[i] != rows[i - 1] for i in range(len(rows))]).tolist()
+    wanted = [(*row, 0 if knows else 1 + run) for row, knows, run in zip(rows, known, runs, strict=True)]
+    numbers = {tag: i for i, tag in enumerate(sorted(set(wanted)))}
+    assert _group(key, known).tolist() == [numbers[tag] for tag in wanted]
