@@ -2,7 +2,7 @@
 
 A new format is one new module here and one line in `FORMATS`. A module has ``can_read(path: Path) -> bool``
 (a file or folder) and ``read(paths) -> Run``; where `Format.files` is true it is given single files, and takes
-``options`` and ``executor``.
+``options`` and ``executor``, where `Format.spread` is true ``executor`` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bubblescope.errors import InputError, UsageError
 from bubblescope.ingest import discover
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor
-from bubblescope.model import Run, checks
+from bubblescope.model import Notice, Run, checks
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "read"]
 
@@ -29,6 +29,7 @@ class Format:
     name: str
     module: str
     files: bool = False
+    spread: bool = False
 
     def load(self) -> Any:
         return importlib.import_module(self.module)
@@ -37,7 +38,7 @@ class Format:
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        Format("recording", "bubblescope.ingest.recording"),
+        Format("recording", "bubblescope.ingest.recording", spread=True),
         Format("straggler", "bubblescope.ingest.straggler"),
         Format("megatronapp", "bubblescope.ingest.megatronapp", files=True),
         Format("ndtimeline", "bubblescope.ingest.ndtimeline", files=True),
@@ -67,14 +68,17 @@ def read(
     claims = _claims(candidates, found)
     if not claims:
         claims = _hopeful(candidates, found)
+    claims, said = _without_headless(claims)
     chosen = _choose(claims, found)
     module = chosen.load()
     units = claims[chosen.name]
     if chosen.files:
         run = cast(Run, module.read(units, options=options, executor=executor))
+    elif chosen.spread:
+        run = cast(Run, module.read([Path(u) for u in units], executor=executor))
     else:
         run = cast(Run, module.read([Path(u) for u in units]))
-    return _with_names(run, options)
+    return _with_names(replace(run, notices=(*run.notices, *said)), options)
 
 
 def _with_names(run: Run, options: ReadOptions) -> Run:
@@ -119,6 +123,17 @@ def _claimed(reader: Format, found: list[discover.Found], *, only: bool) -> list
         elif (only and path.is_file()) or module.can_read(path):
             units.append(item.unit)
     return units
+
+
+def _without_headless(claims: dict[str, list[str]]) -> tuple[dict[str, list[str]], list[Notice]]:
+    """Without recordings that hold no header (a rank was killed at once), where another format can read something."""
+    from bubblescope.ingest import recording
+
+    units = claims.get("recording", [])
+    if len(claims) < 2 or not units or any(map(recording.has_header, units)):
+        return claims, []
+    message = "the recording here holds no header, so nothing of it can be read; it is left out"
+    return {n: u for n, u in claims.items() if n != "recording"}, [Notice("file-empty", message, u) for u in units]
 
 
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:

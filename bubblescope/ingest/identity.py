@@ -17,6 +17,10 @@ _NAMES = (
 )
 
 
+MOST_RANKS = 1 << 20
+"""A rank or a world size beyond it is damage: no job has that many, and the ranks that lack a file are listed."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """rank None: not known. world_size None: not known. groups: name -> (description, global ranks)."""
@@ -35,7 +39,7 @@ def identify(scan: Scan) -> Identity:
     info = info if isinstance(info, dict) else {}
     groups = _groups(info, scan.comms)
     world = _whole(info.get("world_size"))
-    if world is None:
+    if not world:
         world = max((len(ranks) for _, ranks in groups.values()), default=0) or None
     rank, how = _rank(info, scan)
     backend = str(info.get("backend") or "").lower()
@@ -49,8 +53,8 @@ def _rank(info: dict[str, Any], scan: Scan) -> tuple[int | None, str]:
         return rank, "distributedInfo"
     for reading in (global_rank, _rank_as_global):
         found = {r for r in map(reading, scan.comms) if r is not None}
-        if len(found) == 1:
-            return found.pop(), "process-group arguments"
+        if len(found) == 1 and (rank := _whole(found.pop())) is not None:
+            return rank, "process-group arguments"
     rank = rank_in_name(scan.path)
     return rank, "file name" if rank is not None else ""
 
@@ -66,7 +70,7 @@ def rank_in_name(path: str) -> int | None:
     name = PurePosixPath(path.replace("\\", "/")).name
     for pattern in _NAMES:
         found = pattern.search(name)
-        if found:
+        if found and int(found[1]) < MOST_RANKS:
             return int(found[1])
     return None
 
@@ -102,7 +106,7 @@ def _whole(value: Any) -> int | None:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         return None
-    return value if 0 <= value < 1 << 31 else None
+    return value if 0 <= value < MOST_RANKS else None
 
 
 def _groups(info: dict[str, Any], comms: list[CommArgs]) -> dict[str, tuple[str, tuple[int, ...]]]:

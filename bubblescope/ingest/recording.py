@@ -6,6 +6,7 @@ have been damaged since: every whole line counts, and what is missing is a `Noti
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from bubblescope.errors import InputError
 from bubblescope.ingest import hostclocks, recorded_rows, settled
 from bubblescope.ingest.combined import split_combined
+from bubblescope.ingest.identity import MOST_RANKS
+from bubblescope.ingest.parallel import Executor, over_files
 from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
@@ -43,6 +46,7 @@ SCHEMA_VERSION = 1
 """The newest that this reader understands."""
 
 _FILE = re.compile(r"rank-\d+(\.\d+(-\d+)?)?\.jsonl\Z")
+_HEADER = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"kind"\s*:\s*"header"')
 _HOST_LANES = (int(Lane.HOST), int(Lane.RANGE))
 _MAX_DRIFT = 1e-3
 """Clocks differ by parts per million; a steeper line comes from damaged rows."""
@@ -159,6 +163,9 @@ class _File:
         return max((s.step for s in self.steps if not s.partial), default=-1)
 
 
+_Parsed = tuple[_File | None, list[Notice]]
+"""What one file gives: nothing without a header; and what is wrong with it."""
+
 # ---- public
 
 
@@ -175,15 +182,28 @@ def can_read(path: str | Path) -> bool:
             return False
         if _FILE.match(path.name):
             return True
-        with path.open("rb") as file:
-            start = file.read(200)
-        return start.startswith(b'{"kind":"header"') and b'"schema_version"' in start
+        start = _start(path)
+        return _HEADER.match(start) is not None and b'"schema_version"' in start
     except OSError:
         return False
 
 
-def read(paths: str | Path | Sequence[str | Path]) -> Run:
-    """One `Run` of all rank files among `paths` (files, or folders that hold them).
+def has_header(path: str | Path) -> bool:
+    """Whether `path` is a rank file that begins with a header, or a folder with such a file in it. Never raises."""
+    try:
+        return any(_HEADER.match(_start(file)) for file in _rank_files([path]))
+    except (OSError, InputError):
+        return False
+
+
+def _start(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(200)
+
+
+def read(paths: str | Path | Sequence[str | Path], executor: Executor | None = None) -> Run:
+    """One `Run` of all rank files among `paths` (files, or folders that hold them). A file that cannot be used becomes
+    a Notice as long as another one can.
 
     Times are nanoseconds since the earliest row; ``source.details["origin_ns"]`` is that instant in Unix time.
     Evaluation rows have step -1. Steps that had not ended are left out, and named.
@@ -192,17 +212,13 @@ def read(paths: str | Path | Sequence[str | Path]) -> Run:
     found = _rank_files([paths] if isinstance(paths, str | Path) else paths)
     if not found:
         raise _nothing("there is no recording here", _text(paths))
-    notices: list[Notice] = []
-    files = [made for path in found if (made := _read_file(path, notices)) is not None]
-    return _assemble(files, notices, found)
+    return _assemble(over_files(_read_file, [str(path) for path in found], executor), found)
 
 
 def parse(contents: Mapping[Path, bytes]) -> Run:
     """Like `read`, of lines that the caller holds already, one text for each file (a header first): for who follows
     a recording and keeps only its newest steps."""
-    notices: list[Notice] = []
-    files = [made for path, data in contents.items() if (made := _parse(path, data, notices)) is not None]
-    return _assemble(files, notices, list(contents))
+    return _assemble([(str(path), _attempt(path, data)) for path, data in contents.items()], list(contents))
 
 
 def is_rank_file(path: Path) -> bool:
@@ -210,7 +226,21 @@ def is_rank_file(path: Path) -> bool:
     return bool(_FILE.match(path.name))
 
 
-def _assemble(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
+def _assemble(results: Iterable[tuple[str, _Parsed | InputError]], found: list[Path]) -> Run:
+    files: list[_File] = []
+    notices: list[Notice] = []
+    errors: list[InputError] = []
+    for path, result in results:
+        if isinstance(result, InputError):
+            errors.append(result)
+            notices.append(Notice("file-unreadable", f"{result.what}; this rank is left out", path))
+            continue
+        made, said = result
+        notices.extend(said)
+        if made is not None:
+            files.append(made)
+    if not files and errors:
+        raise errors[0]
     if not files:
         where = ", ".join(str(p) for p in found[:3])
         raise _nothing("no line of a bubblescope recording can be read", where)
@@ -244,19 +274,29 @@ def _rank_files(paths: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-def _read_file(path: Path, notices: list[Notice]) -> _File | None:
+def _read_file(path: str) -> _Parsed:
     try:
-        data = path.read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
-        notices.append(Notice("file-unreadable", f"cannot be read: {error.strerror or error}", str(path)))
-        return None
-    return _parse(path, data, notices)
+        raise InputError(
+            f"the file cannot be read ({error.strerror or error})", hint="check the permissions", where=path
+        ) from error
+    return _parse(Path(path), data)
 
 
-def _parse(path: Path, data: bytes, notices: list[Notice]) -> _File | None:
-    """All whole lines of one file; None, with a notice, when there is not even a header."""
+def _attempt(path: Path, data: bytes) -> _Parsed | InputError:
+    try:
+        return _parse(path, data)
+    except InputError as error:
+        return error
+
+
+def _parse(path: Path, data: bytes) -> _Parsed:
+    """All whole lines of one file, and what is wrong with it; no file when there is not even a header. Raises
+    InputError when the header is one of a newer version, or impossible."""
     made: _File | None = None
-    lines = data.split(b"\n")
+    notices: list[Notice] = []
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     tail = lines.pop()
     skipped: list[str] = []
     for number, raw in enumerate(lines, start=1):
@@ -276,7 +316,7 @@ def _parse(path: Path, data: bytes, notices: list[Notice]) -> _File | None:
         notices.append(Notice("line-skipped", message + more, str(path)))
     if made is None:
         notices.append(Notice("file-empty", "holds no header, so nothing is known of its rank", str(path)))
-    return made
+    return made, notices
 
 
 def _tail_notice(path: Path, made: _File | None, size: int) -> Notice:
@@ -295,13 +335,20 @@ def _take(path: Path, raw: bytes, made: _File | None) -> tuple[_File | None, str
         return made, str(error)[:120]
     if isinstance(line, _Header):
         _refuse_newer(path, raw)
-        if made is None:
-            return _File(path, line), "" if _sane(line) else "impossible header"
-        return made, "a second header"
+        if made is not None:
+            return made, "a second header"
+        problem = _header_problem(line)
+        if problem:
+            raise InputError(
+                f"its header names {problem}",
+                hint="the file is damaged, or was not written by bubblescope's recorder: record this rank again",
+                where=str(path),
+            )
+        return _File(path, line), ""
     if made is None:
         return None, "no header before it"
     if isinstance(line, _Layout):
-        problem = _layout_problem(line)
+        problem = _layout_problem(line, made.header.world)
         if not problem:
             made.layout = line
         return made, problem
@@ -333,17 +380,25 @@ def _refuse_newer(path: Path, raw: bytes) -> None:
         )
 
 
-def _sane(header: _Header) -> bool:
-    return 0 <= header.rank < 2**31 and all(0 <= value < 2**61 for value in header.clock)
+def _header_problem(header: _Header) -> str:
+    if header.world is not None and not 1 <= header.world <= MOST_RANKS:
+        return f"a world size of {header.world}"
+    if not 0 <= header.rank < (header.world or MOST_RANKS):
+        of = f" of a job of {header.world} ranks" if header.world is not None else ""
+        return f"rank {header.rank}{of}"
+    return "" if all(0 <= value < 2**61 for value in header.clock) else f"the clock reading {header.clock}"
 
 
-def _layout_problem(line: _Layout) -> str:
-    small = (line.num_stages, line.microbatches, *line.stages, *line.pp_ranks, *line.stage_ranks)
-    if not all(0 <= value < 2**31 for value in small):
-        return "a number in it is out of range"
+def _layout_problem(line: _Layout, world: int | None) -> str:
+    if not 1 <= line.microbatches < 2**31:
+        return f"{line.microbatches} micro-batches"
     if len(line.stage_ranks) != line.num_stages or not line.pp_ranks or not line.stages:
         return "stages and ranks do not fit together"
-    return ""
+    if not all(0 <= stage < line.num_stages for stage in line.stages):
+        return f"a stage out of range of its {line.num_stages}"
+    if not all(0 <= rank < (world or MOST_RANKS) for rank in (*line.pp_ranks, *line.stage_ranks)):
+        return "a rank in it is out of range"
+    return "" if len(set(line.pp_ranks)) == len(line.pp_ranks) else "a rank stands twice in its pipeline"
 
 
 def _range_problem(line: _Step) -> str:

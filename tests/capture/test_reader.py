@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +195,65 @@ def test_an_empty_file_beside_good_ones_is_only_noticed(tmp_path: Path) -> None:
     write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
     (tmp_path / "rank-00001.jsonl").write_bytes(b"")
     assert set(codes(recording.read(tmp_path))) == {"file-empty", "rank-missing"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"rank": -5}, "rank -5 of a job of 2 ranks"),
+        ({"rank": 2}, "rank 2 of a job of 2 ranks"),
+        ({"rank": 2**40, "world": None}, f"rank {2**40}"),
+        ({"world": 0}, "a world size of 0"),
+        ({"world": -1}, "a world size of -1"),
+        ({"world": 10**12}, "a world size of 1000000000000"),
+        ({"clock": [0, -1]}, "the clock reading (0, -1)"),
+    ],
+)
+def test_an_impossible_header_costs_that_rank_alone(tmp_path: Path, damage: dict[str, object], said: str) -> None:
+    folder = two_ranks(tmp_path)
+    path = folder / "rank-00001.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(json.dumps(json.loads(lines[0]) | damage) + "\n" + "".join(lines[1:]))
+    run = recording.read(folder)
+    assert run.ranks == [0]
+    (notice,) = [n for n in run.notices if n.code == "file-unreadable"]
+    assert notice.message == f"its header names {said}; this rank is left out"
+    assert notice.where == str(path)
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        recording.read(path)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"microbatches": 0}, "0 micro-batches"),
+        ({"num_stages": 0, "stage_ranks": []}, "a stage out of range of its 0"),
+        ({"stages": [2]}, "a stage out of range of its 2"),
+        ({"pp_ranks": [0, 2]}, "a rank in it is out of range"),
+        ({"pp_ranks": [0, 0]}, "a rank stands twice"),
+    ],
+)
+def test_an_impossible_layout_is_left_out_and_said(tmp_path: Path, damage: dict[str, object], said: str) -> None:
+    write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
+    write(tmp_path, 1, header(1, 2), layout(1, 2, **damage), STEP0, end())
+    run = recording.read(tmp_path)
+    assert run.ranks == [0, 1]
+    (notice,) = [n for n in run.notices if n.code == "line-skipped"]
+    assert said in notice.message
+
+
+def test_a_byte_order_mark_before_a_recording_is_no_fault(tmp_path: Path) -> None:
+    whole = recording.read(two_ranks(tmp_path / "plain"))
+    two_ranks(tmp_path / "marked")
+    for path in (tmp_path / "marked").iterdir():
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    marked = recording.read(tmp_path / "marked")
+    assert codes(marked) == codes(whole) == []
+    assert np.array_equal(marked.spans.start_ns, whole.spans.start_ns)
+    renamed = (tmp_path / "marked" / "rank-00000.jsonl").rename(tmp_path / "kept.jsonl")
+    renamed.write_bytes(codecs.BOM_UTF8 + text(header()).replace(b": ", b":").replace(b", ", b","))
+    assert recording.can_read(renamed)
 
 
 def test_can_read_knows_its_own(tmp_path: Path) -> None:

@@ -88,6 +88,21 @@ def test_an_empty_folder_is_said(tmp_path: Path) -> None:
 RECORDING = Job(steps=2)
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", b'{"kind": "step"}\n'])
+def test_a_rank_file_that_holds_nothing_costs_no_trace_beside_it(
+    tmp_path: Path, documents: dict[int, dict[str, object]], content: bytes
+) -> None:
+    files = write(tmp_path, documents)
+    stray = tmp_path / "rank-00000.jsonl"
+    stray.write_bytes(content)
+    for given, where in ((tmp_path, tmp_path), ([*files, stray], stray)):
+        run = read(given)
+        assert (run.source.format, run.ranks) == ("kineto", sorted(documents))
+        assert [(n.code, n.where) for n in run.notices] == [("file-empty", str(where))]
+    with pytest.raises(InputError, match="no line of a bubblescope recording"):
+        read(stray)
+
+
 def recording(folder: Path) -> Path:
     return write_recording(folder, RECORDING, constant(10, 20))
 

@@ -20,6 +20,8 @@ from bubblescope.ingest.kineto import read_part
 from bubblescope.ingest.parallel import LocalPool, over_files, watched
 from bubblescope.model import Run
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
+from tests.support.small_recording import write_recording
+from tests.support.synthetic import Job, constant
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -44,6 +46,18 @@ def test_processes_read_what_one_process_reads(folder: Path) -> None:
     alone = read(folder)
     with LocalPool(2) as pool:
         same(alone, read(folder, executor=pool))
+
+
+def test_processes_read_the_recording_that_one_process_reads(tmp_path: Path) -> None:
+    """One rank's file is cut, one is empty: what is said of them is the same, too."""
+    folder = write_recording(tmp_path, Job(stages=4, microbatches=6, steps=3), constant(1000, 2000))
+    cut = folder / "rank-00002.jsonl"
+    cut.write_bytes(cut.read_bytes()[:-400])
+    (folder / "rank-00003.jsonl").write_bytes(b"")
+    alone = read(folder)
+    with LocalPool(2) as pool:
+        same(alone, read(folder, executor=pool))
+    assert {"tail-cut", "file-empty"} <= {n.code for n in alone.notices}
 
 
 def test_any_executor_will_do(folder: Path) -> None:
