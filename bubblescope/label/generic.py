@@ -11,27 +11,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.algebra import intervals
 from bubblescope.label import sequence
+from bubblescope.label.borders import Border, Borders
 from bubblescope.label.evidence import (
     OPTIMIZER_KERNEL,
     Int,
-    Mask,
     around,
     backward_evidence,
     issue_time,
     launched,
     name_mask,
 )
+from bubblescope.label.habits import B, F, Habits
 from bubblescope.label.structure import rank_of_stage, stage_of_rank
 from bubblescope.model import BACKWARD_KINDS, PIPELINE_KINDS, Kind, Lane, Notice, Run
-
-F, B = 1, -1
 
 
 def label_optimizer(run: Run) -> Run:
@@ -137,37 +135,17 @@ class _Segment:
 
 
 @dataclass(eq=False)
-class _Habits:
-    """What pure segments look like: how often a kernel name is in F and in B, how many kernels, how long."""
-
-    names: dict[int, Counter[int]] = field(default_factory=lambda: {F: Counter(), B: Counter()})
-    kernels: dict[int, list[int]] = field(default_factory=lambda: {F: [], B: []})
-    times: dict[int, list[int]] = field(default_factory=lambda: {F: [], B: []})
-
-    _typical: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-
-    def typical(self, sense: int) -> tuple[float, float]:
-        """(kernels, ns) of a segment; (0, 0) when none was seen."""
-        seen = (sense, len(self.kernels[sense]))
-        if seen not in self._typical:
-            lists = (self.kernels[sense], self.times[sense])
-            self._typical[seen] = (float(np.median(lists[0])), float(np.median(lists[1]))) if seen[1] else (0.0, 0.0)
-        return self._typical[seen]
-
-
-@dataclass(eq=False)
 class _Labeller:
     run: Run
     at: Int
     sense: NDArray[np.int8]
-    ordered_by_host: Mask
     kind: Int
     stage: Int
     microbatch: Int
     peer: Int
+    borders: Borders
+    habits: Habits
     segments: list[_Segment] = field(default_factory=list)
-    habits: _Habits = field(default_factory=_Habits)
-    own: dict[int, _Habits] = field(default_factory=dict)
     uncertain: set[tuple[int, int]] = field(default_factory=set)
     paired: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     taken: set[tuple[int, int]] = field(default_factory=set)
@@ -178,10 +156,11 @@ class _Labeller:
     def of(cls, run: Run) -> _Labeller:
         at, sure = issue_time(run), launched(run)
         spans = run.spans
+        sense = backward_evidence(run, at, sure)
         return cls(
-            run, at, backward_evidence(run, at, sure), sure,
+            run, at, sense,
             spans.kind.astype(np.int64), spans.stage.astype(np.int64), spans.microbatch.astype(np.int64),
-            spans.peer.astype(np.int64),
+            spans.peer.astype(np.int64), Borders(run, at, sure), Habits(run, sense),
         )  # fmt: skip
 
     # -- collecting
@@ -198,74 +177,18 @@ class _Labeller:
 
     def collect(self, rank: int) -> None:
         """Cut the compute rows of every step of `rank` at its messages."""
-        spans = self.run.spans
         stage = stage_of_rank(self.run, rank)
-        mine = spans.rank == rank
-        open_rows = mine & (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER)
-        comm = mine & np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
-        work, talk = np.flatnonzero(open_rows), np.flatnonzero(comm)
-        posts_of = {step: talk[picked] for step, picked in intervals.rows_by(spans.step[talk])}
-        for step, picked in intervals.rows_by(spans.step[work]):
-            if step < 0:
-                continue
-            rows, posts = work[picked], posts_of.get(step, talk[:0])
-            by_host = bool(self.ordered_by_host[rows].all() and self.ordered_by_host[posts].all())
-            rows = rows[np.argsort(self.at[rows] if by_host else spans.start_ns[rows], kind="stable")]
-            self._cut(rank, step, stage, rows, self._cuts(rows, posts, stage, by_host))
+        for step, rows, borders in self.borders.of_rank(rank):
+            cuts = [(b, self._is_forward(b, stage, rows)) for b in borders]
+            self.messages[rank, step] = [(b.row, F if forward else B) for b, forward in cuts]
+            self._cut(rank, step, stage, rows, cuts)
 
-    def _cuts(self, rows: Int, posts: Int, stage: int, by_host: bool) -> list[tuple[int, int, bool, bool]]:
-        """(position among `rows`, time, sends, forward) of every message, in order."""
-        spans = self.run.spans
-        out = []
-        arrival = self._arrivals(posts)
-        for i, row in enumerate(posts.tolist()):
-            sends = bool(spans.kind[row] == Kind.SEND)
-            if self.run.source.timing != "kernels":
-                when = int(spans.start_ns[row]) if sends else int(arrival[i])
-                position = int(np.searchsorted(spans.start_ns[rows], when))
-            elif by_host:
-                # The host issues a receive before what needs it, and a send after what made it.
-                when = int(self.at[row])
-                position = int(np.searchsorted(self.at[rows], when))
-            else:
-                # Stamps are rounded, and streams start a little apart: a kernel is before a moment if its middle is.
-                when = int(spans.start_ns[row] if sends else spans.end_ns[row])
-                middle = (spans.start_ns[rows] + spans.end_ns[rows]) // 2
-                position = int(np.searchsorted(np.maximum.accumulate(middle), when))
-            forward = self._is_forward(row, sends, stage, rows, position)
-            out.append((position, when, sends, forward))
-            self.messages.setdefault((int(spans.rank[row]), int(spans.step[row])), []).append(
-                (row, F if forward else B)
-            )
-        # At one place a send belongs to what was before it, a receive to what comes after.
-        return sorted(out, key=lambda c: (c[0], not c[2], c[1]))
-
-    def _arrivals(self, posts: Int) -> Int:
-        """When each message had arrived: the end of the kernel, or of the wait that belongs to the post."""
-        spans = self.run.spans
-        ends = spans.end_ns[posts].copy()
-        if self._waited_until:
-            for i, row in enumerate(posts.tolist()):
-                ends[i] = self._waited_until.get((int(spans.rank[row]), int(spans.corr[row])), int(ends[i]))
-        return ends
-
-    @cached_property
-    def _waited_until(self) -> dict[tuple[int, int], int]:
-        """(rank, post's number) -> when the wait for it ended."""
-        spans = self.run.spans
-        waits = np.flatnonzero((spans.lane == Lane.WAIT) & (spans.corr >= 0))
-        columns = (spans.rank[waits].tolist(), spans.corr[waits].tolist(), spans.end_ns[waits].tolist())
-        return {(rank, corr): end for rank, corr, end in zip(*columns, strict=True)}
-
-    @cached_property
-    def _length(self) -> Int:
-        return self.run.spans.duration_ns
-
-    def _is_forward(self, row: int, sends: bool, stage: int, rows: Int, position: int) -> bool:
+    def _is_forward(self, border: Border, stage: int, rows: Int) -> bool:
         """Whether a message carries an activation: by its peer, at the ends by its direction, else by the
         operation next to it."""
         layout, spans = self.run.layout, self.run.spans
-        peer, last = int(spans.peer[row]), (layout.stages or 0) - 1
+        sends, position = border.sends, border.position
+        peer, last = int(spans.peer[border.row]), (layout.stages or 0) - 1
         if peer >= 0:
             there = stage_of_rank(self.run, peer)
             if there >= 0:
@@ -277,18 +200,18 @@ class _Labeller:
         beside = rows[position - 1] if sends and position > 0 else rows[min(position, len(rows) - 1)]
         return bool(self.sense[beside] >= 0)
 
-    def _cut(self, rank: int, step: int, stage: int, rows: Int, cuts: list[tuple[int, int, bool, bool]]) -> None:
+    def _cut(self, rank: int, step: int, stage: int, rows: Int, cuts: list[tuple[Border, bool]]) -> None:
         at = 0
-        before: list[tuple[bool, bool]] = []
+        before: list[tuple[Border, bool]] = []
         k = 0
         made: list[_Segment] = []
         while at < len(rows):
-            while k < len(cuts) and cuts[k][0] <= at:
-                before.append(cuts[k][2:])
+            while k < len(cuts) and cuts[k][0].position <= at:
+                before.append(cuts[k])
                 k += 1
-            stop = cuts[k][0] if k < len(cuts) else len(rows)
-            received = [forward for sends, forward in before if not sends]
-            sent = next((forward for place, _, sends, forward in cuts[k:] if place == stop and sends), None)
+            stop = cuts[k][0].position if k < len(cuts) else len(rows)
+            received = [forward for b, forward in before if not b.sends]
+            sent = next((forward for b, forward in cuts[k:] if b.position == stop and b.sends), None)
             begins = 0 if not received else F if received[-1] else B
             ends = 0 if sent is None else F if sent else B
             made.append(_Segment(rank, step, stage, rows[at:stop], begins, ends))
@@ -312,14 +235,9 @@ class _Labeller:
 
     def learn(self) -> None:
         """Take the habits of F and B from the segments that are surely one of them."""
-        spans = self.run.spans
         for segment in self.segments:
-            if not segment.pure or segment.last:
-                continue
-            for habits in (self.habits, self.own.setdefault(segment.rank, _Habits())):
-                habits.names[segment.pure].update(spans.name[segment.rows].tolist())
-                habits.kernels[segment.pure].append(len(segment.rows))
-                habits.times[segment.pure].append(int(self._length[segment.rows].sum()))
+            if segment.pure and not segment.last:
+                self.habits.learn(segment.rank, segment.pure, segment.rows)
 
     def assign(self) -> None:
         """Give every row its kind and micro-batch; steps whose counts do not add up lose the micro-batch."""
@@ -340,7 +258,7 @@ class _Labeller:
         if segment.pure:
             keep = self._before_tail(segment, rows) if segment.last else len(rows)
             return [(segment.pure, rows[:keep]), (0, rows[keep:])]
-        split = self._split(rows, segment.begins, segment.rank)
+        split = self.habits.split(rows, segment.begins, segment.rank)
         second = rows[split:]
         keep = len(second)
         if segment.last and segment.ends == B:
@@ -352,46 +270,8 @@ class _Labeller:
         strong = np.flatnonzero(self.sense[rows] < 0)
         if len(strong):
             return int(strong[-1]) + 1
-        kernels, _ = self.own.get(segment.rank, self.habits).typical(segment.ends)
-        return min(len(rows), int(kernels)) if kernels else len(rows)
-
-    def _split(self, rows: Int, first: int, rank: int) -> int:
-        """Where in `rows` the first of two operations ends: by autograd, else by the most likely place."""
-        strong = np.flatnonzero(self.sense[rows] < 0)
-        if len(strong):
-            return int(strong[0]) if first == F else int(strong[-1]) + 1
-        if len(rows) < 2:
-            return len(rows)
-        cost = self._name_cost(rows, first)
-        habits = self.own.get(rank)
-        if habits is None or not (habits.kernels[first] or habits.kernels[-first]):
-            habits = self.habits
-        places = np.arange(1, len(rows))
-        kernels = np.array([habits.typical(first)[0], habits.typical(-first)[0]])
-        total = kernels.sum()
-        if total > 0:
-            expected = kernels[0] / total if kernels.all() else 0.0
-            if kernels.all():
-                cost += 4.0 * np.abs(places / len(rows) - expected)
-            else:
-                known = 0 if kernels[0] else 1
-                count = places if known == 0 else len(rows) - places
-                cost += 4.0 * np.abs(count - kernels[known]) / kernels[known]
-        times = np.array([habits.typical(first)[1], habits.typical(-first)[1]])
-        if times.all():
-            done = np.cumsum(self._length[rows])
-            cost += np.abs(done[:-1] / max(int(done[-1]), 1) - times[0] / times.sum())
-        return int(places[np.argmin(cost)])
-
-    def _name_cost(self, rows: Int, first: int) -> NDArray[np.float64]:
-        """Minus log likelihood, per split place, that the names before it are of `first` and the rest are not."""
-        names = self.run.spans.name[rows].tolist()
-        one, two = self.habits.names[first], self.habits.names[-first]
-        all_one, all_two = sum(one.values()) + 1.0, sum(two.values()) + 1.0
-        gain = np.array([np.log((one[n] + 0.5) / all_one) - np.log((two[n] + 0.5) / all_two) for n in names])
-        ahead = np.cumsum(gain)[:-1]
-        result: NDArray[np.float64] = -(ahead - (gain.sum() - ahead)) / 2
-        return result
+        kernels = self.habits.typical_kernels(segment.rank, segment.ends)
+        return min(len(rows), kernels) if kernels else len(rows)
 
     # -- numbering
 
