@@ -55,15 +55,16 @@ def watched(progress: Progress | None) -> Iterator[None]:
 
 
 def over_files(
-    read: Callable[[str], T], paths: Sequence[str], executor: Executor | None = None
+    read: Callable[[str], T], paths: Sequence[str], executor: Executor | None = None, cost: float = 1.0
 ) -> Iterator[tuple[str, T | InputError]]:
     """`read` of every path, in the order of `paths`. A file that cannot be read gives its InputError instead,
-    so that one bad rank never costs the others. `read` must pickle when `executor` is a process pool."""
+    so that one bad rank never costs the others. `read` must pickle when `executor` is a process pool; whether that
+    pays is told by the bytes times their `cost`."""
     sizes = [_size(path) for path in paths]
     progress = _progress.get()
     if progress is not None:
         progress.begin(len(paths), sum(sizes))
-    if isinstance(executor, LocalPool) and not executor.worth_it(sizes):
+    if isinstance(executor, LocalPool) and not executor.worth_it(sizes, cost):
         executor = None
     for path, size, result in zip(paths, sizes, _results(read, paths, executor), strict=True):
         if progress is not None:
@@ -127,9 +128,9 @@ class LocalPool(ProcessPoolExecutor):
         self._folder = tempfile.TemporaryDirectory(prefix="bubblescope-")
         super().__init__(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
-    def worth_it(self, sizes: Sequence[int]) -> bool:
-        """Whether starting processes pays for files of these sizes."""
-        return len(sizes) > 1 and sum(sizes) >= self._at_least
+    def worth_it(self, sizes: Sequence[int], cost: float = 1.0) -> bool:
+        """Whether starting processes pays for files of these sizes, where a byte costs so much."""
+        return len(sizes) > 1 and sum(sizes) * cost >= self._at_least
 
     def over(self, read: Callable[[str], T], paths: Sequence[str]) -> Iterator[T | InputError]:
         """`read` of every path; a `Part` comes back as a file."""

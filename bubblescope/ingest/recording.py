@@ -48,6 +48,8 @@ SCHEMA_VERSION = 1
 _FILE = re.compile(r"rank-\d+(\.\d+(-\d+)?)?\.jsonl\Z")
 _HEADER = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"kind"\s*:\s*"header"')
 _HOST_LANES = (int(Lane.HOST), int(Lane.RANGE))
+_COST = 0.25
+"""Of reading a byte, where one of a packed trace costs 1."""
 _MAX_DRIFT = 1e-3
 """Clocks differ by parts per million; a steeper line comes from damaged rows."""
 
@@ -138,13 +140,15 @@ _decoder = msgspec.json.Decoder(_Line)
 
 @dataclass
 class _File:
-    """What one file said. spans have this file's own names table merged already."""
+    """What one file said. spans: its rows, once all lines are taken (`rows`: until then); `names` are theirs alone."""
 
     path: Path
     header: _Header
     layout: _Layout | None = None
     steps: list[_Step] = field(default_factory=list)
     rows: list[recorded_rows.Rows] = field(default_factory=list)
+    spans: Spans = field(default_factory=Spans.empty)
+    names: Names = field(default_factory=Names)
     end: _End | None = None
     readings: list[hostclocks.Reading] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
@@ -212,7 +216,7 @@ def read(paths: str | Path | Sequence[str | Path], executor: Executor | None = N
     found = _rank_files([paths] if isinstance(paths, str | Path) else paths)
     if not found:
         raise _nothing("there is no recording here", _text(paths))
-    return _assemble(over_files(_read_file, [str(path) for path in found], executor), found)
+    return _assemble(over_files(_read_file, [str(path) for path in found], executor, _COST), found)
 
 
 def parse(contents: Mapping[Path, bytes]) -> Run:
@@ -316,6 +320,8 @@ def _parse(path: Path, data: bytes) -> _Parsed:
         notices.append(Notice("line-skipped", message + more, str(path)))
     if made is None:
         notices.append(Notice("file-empty", "holds no header, so nothing is known of its rank", str(path)))
+    else:
+        made.spans, made.rows = _spans_of(made), []
     return made, notices
 
 
@@ -454,7 +460,7 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
     for file in files:
         notices.extend(_file_notices(file))
     notices.extend(_rank_notices(files))
-    parts = [_spans_of(file, names, notices) for file in files]
+    parts = [_renamed(file, names) for file in files]
     clock, moves = _clock(files)
     parts = [move(part) for part, move in zip(parts, moves, strict=True)]
     spans, layers = take_layers(settled.find_peers(Spans.concat(parts).sorted()), names)
@@ -527,7 +533,7 @@ def _file_notices(file: _File) -> list[Notice]:
         made.append(Notice("step-partial", message, where))
     for label, why in sorted(_refused(file).items()):
         made.append(Notice("hook-refused", f"rank {file.rank}: {label} is not recorded: {why}", where))
-    return made
+    return [*made, *file.notices]
 
 
 def _refused(file: _File) -> dict[str, str]:
@@ -553,33 +559,38 @@ def _rank_notices(files: list[_File]) -> list[Notice]:
     return made
 
 
-def _spans_of(file: _File, names: Names, notices: list[Notice]) -> Spans:
+def _renamed(file: _File, names: Names) -> Spans:
+    to = file.names.mapping_to(names)
+    return file.spans.with_columns(name=to[file.spans.name], group=to[file.spans.group])
+
+
+def _spans_of(file: _File) -> Spans:
     parts = []
     bad = combined = 0
     for step, rows in zip(file.steps, file.rows, strict=True):
         if step.partial:
             continue
-        part, split = split_combined(_spans_of_step(file, step, rows, names), names)
-        part = settled.evaluation(part, names) if step.eval else part
+        part, split = split_combined(_spans_of_step(file, step, rows), file.names)
+        part = settled.evaluation(part, file.names) if step.eval else part
         combined += split
         good = part.end_ns >= part.start_ns
         bad += int((~good).sum())
         parts.append(part if good.all() else part.take(good))
     if bad:
         message = f"rank {file.rank}: {bad} rows that end before they start are left out"
-        notices.append(Notice("rows-dropped", message, str(file.path)))
+        file.notices.append(Notice("rows-dropped", message, str(file.path)))
     if combined:
         message = (
             f"rank {file.rank}: {combined} calls ran a forward and a backward mixed; how they share the time is "
             "assumed, 1 to 2, or 1 to 1 where the weight gradients were measured apart"
         )
-        notices.append(Notice("combined-split", message, str(file.path)))
+        file.notices.append(Notice("combined-split", message, str(file.path)))
     spans = Spans.concat(parts)
     return _on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans
 
 
-def _spans_of_step(file: _File, step: _Step, rows: recorded_rows.Rows, names: Names) -> Spans:
-    texts = np.array([names.intern(text) for text in step.texts] or [0], dtype=np.int64)
+def _spans_of_step(file: _File, step: _Step, rows: recorded_rows.Rows) -> Spans:
+    texts = np.array([file.names.intern(text) for text in step.texts] or [0], dtype=np.int64)
     return Spans.from_columns(
         len(rows),
         rank=file.rank,
