@@ -57,5 +57,6 @@ if __name__ == "__main__":
             "num_moe_experts": 2,
             "moe_token_dispatcher_type": "alltoall",
             "bf16": True,
+            "add_bias_linear": False,  # 0.14 has none with experts
         }
     )

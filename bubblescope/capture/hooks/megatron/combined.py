@@ -1,8 +1,8 @@
 """Combined 1F1B: the forward of one micro-batch and the backward of another in one call, layer by layer in turn.
 
-Of such a call is recorded when it computed, and not when it waited for messages in between; when it computed weight
-gradients that were put off (`delay_wgrad_compute`); and its loss. The intervals of the rest belong to the forward and
-the backward alike: the reader divides them (`ingest.settled.split_combined`).
+Of such a call is recorded when it waited for its inputs; when it computed, which belongs to the forward and the
+backward alike and is divided by the reader (`ingest.combined`); when it computed weight gradients that were put off
+(`delay_wgrad_compute`); and its loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bubblescope.capture.steps import Label, StepBuffer
 from bubblescope.model.kinds import Kind, Lane
 
 COMBINED = "combined"
-"""Name of rows that share the intervals of one call."""
+"""Name of rows that share the interval of one call."""
 
 _LAYER_NODES = ("megatron.core.models.gpt.fine_grained_callables", "megatron.core.models.common.utils")
 """Where `TransformerLayerNode` is: until 0.18, and since 0.19."""
@@ -28,17 +28,21 @@ _LAYER_NODES = ("megatron.core.models.gpt.fine_grained_callables", "megatron.cor
 _MESSAGES = (Kind.SEND, Kind.RECV)
 
 
+_Piece = tuple[int, Any, Any]
+"""How many events the buffer had when it began; its start and end."""
+
+
 @dataclass
 class _Call:
     """One call. ahead: its forward; back: (micro-batch, chunk) of its backward. first: events of `buffer` before it.
-    weights: start and end of each piece of put-off weight gradients."""
+    weights: pieces of put-off weight gradients."""
 
     ahead: Forward | None
     back: tuple[int, int] | None
     start: Any
     buffer: StepBuffer
     first: int
-    weights: list[tuple[Any, Any]] = field(default_factory=list)
+    weights: list[_Piece] = field(default_factory=list)
 
 
 def hook_combined(job: Job) -> None:
@@ -94,32 +98,42 @@ def _ends(job: Job, calls: list[_Call], call: _Call, result: Any) -> None:
 
 
 def _add_rows(job: Job, call: _Call, end: Any) -> None:
+    """The call waits for its inputs first, then computes both, and hands over both results before the rest."""
     add, ahead, back = job.recorder.add, call.ahead, call.back
-    name = COMBINED if back is not None and (ahead is not None or call.weights) else ""
-    labels = []
     until = end
-    if ahead is not None:
-        stage = job.stage(ahead.chunk)
-        labels.append(Label(Kind.FORWARD, stage, ahead.microbatch, name))
-        if ahead.loss_from is not None:
-            until = ahead.loss_from
-            add(Lane.COMPUTE, until, end, (Label(Kind.LOSS, stage, ahead.microbatch),))
+    if ahead is not None and ahead.loss_from is not None:
+        until = ahead.loss_from
+        add(Lane.COMPUTE, until, end, (Label(Kind.LOSS, job.stage(ahead.chunk), ahead.microbatch),))
+    seen = enumerate(call.buffer.events[call.first :], call.first)
+    messages = [(place, event) for place, event in seen if getattr(event[6][0], "kind", None) in _MESSAGES]
+    first = next((i for i, (_, event) in enumerate(messages) if event[0] is Lane.POST), len(messages))
+    begun = messages[first - 1][1][2] if first else call.start
+    handed_over, done = (messages[first][0], messages[first][1][1]) if first < len(messages) else (sys.maxsize, until)
+    for part in rest_of([event for _, event in messages[:first]], call.start, begun):
+        add(Lane.COMPUTE, *part, (Label(Kind.OTHER, name="schedule plan"),))
+    _add_both(job, call, begun, done, [piece for piece in call.weights if piece[0] <= handed_over])
+    late = [(place, (Lane.COMPUTE, *piece, -1, -1, 0, ())) for place, *piece in call.weights if place > handed_over]
     if back is not None:
-        kind, place = Kind.BACKWARD_INPUT if call.weights else Kind.BACKWARD, (job.stage(back[1]), back[0])
-        labels.append(Label(kind, *place, name))
-        for piece in call.weights:
-            add(Lane.COMPUTE, *piece, (Label(Kind.BACKWARD_WEIGHT, *place, name),))
-    messages = [event for event in call.buffer.events[call.first :] if getattr(event[6][0], "kind", None) in _MESSAGES]
-    begun = call.start
-    for number, (lane, _, arrived, _, _, _, carried) in enumerate(messages):
-        if lane is Lane.WAIT and carried[0].kind is Kind.RECV and carried[0].name == "act":
-            # Until its input was there, the forward fetched its batch and planned.
-            for part in rest_of(messages[:number], begun, messages[number][1]):
-                add(Lane.COMPUTE, *part, (Label(Kind.OTHER, name="schedule plan"),))
-            messages, begun = messages[number + 1 :], arrived
-            break
-    for part in rest_of(messages, begun, until):
-        add(Lane.COMPUTE, *part, tuple(labels))
+        label = Label(Kind.BACKWARD_WEIGHT, job.stage(back[1]), name="after the gradient was sent")
+        for _, event in late:
+            add(Lane.COMPUTE, event[1], event[2], (label,))
+    others = [event for _, event in sorted([*late, *messages[first:]], key=lambda entry: entry[0])]
+    for part in rest_of(others, done, until):
+        add(Lane.COMPUTE, *part, (Label(Kind.OTHER, name="results"),))
+
+
+def _add_both(job: Job, call: _Call, begun: Any, done: Any, weights: list[_Piece]) -> None:
+    add, ahead, back = job.recorder.add, call.ahead, call.back
+    name = COMBINED if back is not None and (ahead is not None or weights) else ""
+    labels = []
+    if ahead is not None:
+        labels.append(Label(Kind.FORWARD, job.stage(ahead.chunk), ahead.microbatch, name))
+    if back is not None:
+        stage, microbatch = job.stage(back[1]), back[0]
+        labels.append(Label(Kind.BACKWARD_INPUT if call.weights else Kind.BACKWARD, stage, microbatch, name))
+        for _, start, end in weights:
+            add(Lane.COMPUTE, start, end, (Label(Kind.BACKWARD_WEIGHT, stage, microbatch, name),))
+    add(Lane.COMPUTE, begun, done, tuple(labels))
 
 
 def _hook_weight_gradients(job: Job, calls: list[_Call], module: str) -> None:
@@ -135,6 +149,6 @@ def _hook_weight_gradients(job: Job, calls: list[_Call], module: str) -> None:
     def after(start: Any, result: Any) -> None:
         end = recorder.mark()
         if calls and end is not None:
-            calls[-1].weights.append((start, end))
+            calls[-1].weights.append((len(calls[-1].buffer.events), start, end))
 
     recorder.patches.around(owner, "backward_dw", "weight", needs=("self",), before=before, after=after)
