@@ -85,8 +85,8 @@ class Events:
     """Complete (``ph: X``) events as columns of one length, in file order.
 
     cat: `Cat`. start_ns, end_ns: relative to `Scan.base_ns`. name: index into `Scan.names`. pid, tid: as
-    written when numbers, else negative stand-ins. device, stream, corr, external, sequence, fwd_thread: from
-    ``args``, -1 when absent. comm: index into `Scan.comms`, -1 when the event has no NCCL metadata.
+    written when numbers, else negative stand-ins. device, stream, corr, sequence: from ``args``, -1 when absent; these
+    six may be int32. comm: index into `Scan.comms`, -1 when the event has no NCCL metadata.
     """
 
     cat: NDArray[np.int8]
@@ -98,9 +98,7 @@ class Events:
     device: Int
     stream: Int
     corr: Int
-    external: Int
     sequence: Int
-    fwd_thread: Int
     comm: NDArray[np.int32]
 
     def __len__(self) -> int:

@@ -24,9 +24,8 @@ from bubblescope.ingest.options import NameRule, ReadOptions
 from bubblescope.ingest.steps import STEP_NAME
 from bubblescope.model import Names, Notice
 
-COLUMNS = ("cat", "start_ns", "end_ns", "name", "pid", "tid", "device", "stream", "corr", "external",
-           "sequence", "fwd_thread", "comm")  # fmt: skip
-_TYPES: dict[str, Any] = {"cat": np.int8, "name": np.int32, "comm": np.int32}
+COLUMNS = ("cat", "start_ns", "end_ns", "name", "pid", "tid", "device", "stream", "corr", "sequence", "comm")
+_TYPES: dict[str, Any] = {"cat": np.int8, "start_ns": np.int64, "end_ns": np.int64, "name": np.int32, "comm": np.int32}
 _NARROW = np.iinfo(np.int32)
 _NOT_KEPT = -1
 _NO_TIME = "no usable time"
@@ -59,6 +58,35 @@ class _Codes(dict[str, int]):
         return code
 
 
+class _Held:
+    """Rows of every column, in arrays that grow: memory holds them once, and in 32 bits as long as these are enough."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._arrays: Block = {name: np.empty(0, dtype=_TYPES.get(name, np.int32)) for name in COLUMNS}
+
+    def add(self, block: Block) -> None:
+        upto = self._rows + len(block["cat"])
+        for name, values in block.items():
+            self._room(name, upto, np.int64 if name not in _TYPES and not _fits(values) else self._arrays[name].dtype)
+            self._arrays[name][self._rows : upto] = values
+        self._rows = upto
+
+    def _room(self, name: str, rows: int, kind: Any) -> None:
+        old = self._arrays[name]
+        if rows > len(old) or kind != old.dtype:
+            self._arrays[name] = np.empty(max(rows, len(old), 2 * self._rows), dtype=kind)
+            self._arrays[name][: self._rows] = old[: self._rows]
+
+    def columns(self) -> Block:
+        """All rows."""
+        return {name: array[: self._rows] for name, array in self._arrays.items()}
+
+    def keep(self, block: Block) -> None:
+        """Only these rows of `columns()` remain."""
+        self._arrays, self._rows = block, len(block["cat"])
+
+
 class Columns:
     """Collects blocks. `seen`: all events; `kept`: complete ones of a known category.
 
@@ -86,7 +114,7 @@ class Columns:
         self._tells = np.zeros(0, dtype=np.bool_)
         self._comm_index: dict[CommArgs, int] = {}
         self._threads: dict[str, int] = {}
-        self._blocks: list[Block] = []
+        self._held = _Held()
 
     # --- ways in ---------------------------------------------------------------------------------------------
 
@@ -151,10 +179,12 @@ class Columns:
         if kept == 0:
             return
         self._last_ns = max(self._last_ns, int(block["start_ns"].max()))
-        self.on_device = self.on_device or bool(np.isin(block["cat"], _DEVICE_SEEN).any())
+        if not self.on_device and np.isin(block["cat"], _DEVICE_SEEN).any():
+            self.on_device = True
+            self._held.keep(self._used(self._held.columns()))
         used = self._used(block)
         if len(used["cat"]):
-            self._blocks.append({name: _narrowed(name, column) for name, column in used.items()})
+            self._held.add(used)
 
     def add_metadata(self, event: Any) -> None:
         """Names and labels of processes."""
@@ -169,14 +199,8 @@ class Columns:
         return self._last_ns // 1000
 
     def build(self, head: dict[str, Any]) -> Scan:
-        """All that was collected. The blocks are given up on the way, so that memory holds them once."""
-        blocks = [self._used(block) for block in self._blocks]
-        self._blocks = []
-        columns: dict[str, Any] = {}
-        for name in COLUMNS:
-            parts = [block.pop(name) for block in blocks]
-            kind = _TYPES.get(name, np.int64)
-            columns[name] = np.concatenate(parts or [np.empty(0, kind)], dtype=kind, casting="same_kind")
+        """All that was collected."""
+        columns = {name: _narrowed(name, column) for name, column in self._held.columns().items()}
         scan = Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
         scan.dropped, scan.lost = self._reasons(), self.lost
         return scan
@@ -213,15 +237,13 @@ class Columns:
         args = event.args
         pid, tid = self.thread(event.pid), self.thread(event.tid)
         if args is None:
-            tail = (-1, -1, -1, -1, -1, -1, -1)
+            tail = (-1, -1, -1, -1, -1)
         else:
             tail = (
                 -1 if args.device is None else integer(args.device),
                 -1 if args.stream is None else self.thread(args.stream),
                 -1 if args.correlation is None else integer(args.correlation),
-                -1 if args.external is None else integer(args.external),
                 -1 if args.sequence is None else integer(args.sequence),
-                -1 if args.fwd_thread is None else integer(args.fwd_thread),
                 -1 if args.collective is None and args.group is None else self.comm(args),
             )
         return (cat, start, start + length, self._interned[name], pid, tid, *tail)
@@ -282,9 +304,7 @@ def _strict_ids(rows: list[Any]) -> Block | None:
         "device": [a.device for a in args],
         "stream": [a.stream for a in args],
         "corr": [a.correlation for a in args],
-        "external": [a.external for a in args],
         "sequence": [a.sequence for a in args],
-        "fwd_thread": [a.fwd_thread for a in args],
     }
     out = {name: _numbers(values) for name, values in columns.items()}
     return None if any(column is None for column in out.values()) else {n: c for n, c in out.items() if c is not None}
@@ -322,11 +342,12 @@ def _large_ns(us: list[Any]) -> Int | None:
     return np.array([ns if -INT64 < ns < INT64 else INT64 for ns in found], dtype=np.int64)
 
 
+def _fits(values: NDArray[Any]) -> bool:
+    """Whether 32 bits hold all of `values`."""
+    return bool(values.min(initial=0) >= _NARROW.min and values.max(initial=0) <= _NARROW.max)
+
+
 def _narrowed(name: str, column: NDArray[Any]) -> NDArray[Any]:
-    """Half the memory while the file is read, where the values allow it."""
-    fixed = _TYPES.get(name)
-    if fixed is not None:
-        return column.astype(fixed)
-    if column.min() >= _NARROW.min and column.max() <= _NARROW.max:
-        return column.astype(np.int32)
-    return column.astype(np.int64)
+    """In 32 bits where these hold what is left of a column that had wider values once."""
+    wider = name not in _TYPES and column.dtype != np.int32
+    return column.astype(np.int32) if wider and _fits(column) else column

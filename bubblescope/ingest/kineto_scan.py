@@ -108,6 +108,8 @@ class _Reader:
         if self._before is None and not self._open(final=True):
             return
         self._last(self._rest())
+        if self.native is not None:
+            self.native.flush()
         self.head = _head(self._before or b"", self._after, self.repairs)
         self._note_ranks(self._before or b"")
         self._note_ranks(self._after)
@@ -260,8 +262,10 @@ class _Reader:
 
     def _take(self, array: bytes | memoryview) -> bool:
         """Add the events of a sound JSON array; False, and nothing added, when it is not."""
-        if self.native is not None and self.native.take(array):
-            return True
+        if self.native is not None:
+            if self.native.take(array):
+                return True
+            self.native.flush()
         events = _try(STRICT, array)
         if events is not None and self.columns.add_strict(events):
             return True

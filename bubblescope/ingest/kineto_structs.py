@@ -23,9 +23,7 @@ class Args(msgspec.Struct, gc=False):
     stream: Any = None
     name: Any = None
     labels: Any = None
-    external: Any = msgspec.field(default=None, name="External id")
     sequence: Any = msgspec.field(default=None, name="Sequence number")
-    fwd_thread: Any = msgspec.field(default=None, name="Fwd thread id")
     collective: Any = msgspec.field(default=None, name="Collective name")
     group: Any = msgspec.field(default=None, name="Process Group Name")
     members: Any = msgspec.field(default=None, name="Process Group Ranks")
@@ -71,9 +69,7 @@ class StrictArgs(msgspec.Struct, gc=False, frozen=True):
     correlation: int = -1
     device: int = -1
     stream: int | str = -1
-    external: int = msgspec.field(default=-1, name="External id")
     sequence: int = msgspec.field(default=-1, name="Sequence number")
-    fwd_thread: int = msgspec.field(default=-1, name="Fwd thread id")
     collective: Any = msgspec.field(default=None, name="Collective name")
     group: Any = msgspec.field(default=None, name="Process Group Name")
     members: Any = msgspec.field(default=None, name="Process Group Ranks")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -93,11 +95,16 @@ def members(value: Any) -> tuple[int, ...]:
     ((0, 8), (3,), ())
     """
     if isinstance(value, str):
-        body = value.strip().strip("[]()")
-        parts: list[Any] = [p.strip() for p in body.split(",") if p.strip()]
-    elif isinstance(value, list):
-        parts = value
-    else:
-        return ()
+        return _listed(value)
+    return _ranks(value) if isinstance(value, list) else ()
+
+
+@functools.lru_cache(1024)
+def _listed(text: str) -> tuple[int, ...]:
+    """A trace names few groups, each of them thousands of times."""
+    return _ranks(p for p in text.strip().strip("[]()").split(",") if p.strip())
+
+
+def _ranks(parts: Iterable[Any]) -> tuple[int, ...]:
     ranks = tuple(integer(p, -1) for p in parts)
     return ranks if all(0 <= r < 1 << 31 for r in ranks) else ()

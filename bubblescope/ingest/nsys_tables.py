@@ -294,13 +294,12 @@ class _Builder:
         table = np.concatenate([rows[:, 1:], host[:, :8]]) if m else rows[:, 1:]
         extra = np.full((n + m, 2), -1, dtype=np.int64)
         extra[n:] = host[:, 8:]
-        whole = np.full(n + m, -1, dtype=np.int64)
         good = table[:, 2] >= table[:, 1]
         events = Events(
             cat=table[:, 0].astype(np.int8), start_ns=table[:, 1], end_ns=table[:, 2],
             name=table[:, 3].astype(np.int32), pid=np.full(n + m, self.key & 0xFFFFFF), tid=table[:, 4],
-            device=table[:, 5], stream=table[:, 6], corr=table[:, 7], external=whole, sequence=extra[:, 0],
-            fwd_thread=whole, comm=extra[:, 1].astype(np.int32),
+            device=table[:, 5], stream=table[:, 6], corr=table[:, 7], sequence=extra[:, 0],
+            comm=extra[:, 1].astype(np.int32),
         ).take(good)  # fmt: skip
         scan = Scan(
             self.file.path, events, self.file.names, [CommArgs(c.what) for c in self.calls], base_ns=self.file.base_ns

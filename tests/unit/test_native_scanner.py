@@ -19,7 +19,7 @@ from bubblescope.errors import InputError
 from bubblescope.ingest import ReadOptions, kineto_scan, native
 from bubblescope.ingest.events import Scan
 from bubblescope.ingest.kineto_scan import scan_blocks
-from bubblescope.ingest.native import build
+from bubblescope.ingest.native import build, scanner
 from bubblescope.ingest.options import DEFAULT
 from tests.support.kineto_bulk import Bulk, events_for_fuzzing, pieces
 from tests.support.kineto_gen import Shape, Style, dumps, simulate, traces
@@ -100,6 +100,27 @@ def test_chunks_do_not_change_what_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(whole.events.name, small.events.name)
     assert whole.names.texts == small.names.texts
     assert whole.comms == small.comms
+
+
+@pytest.mark.parametrize("rows", [1, 50, 10_000])
+def test_how_many_rows_are_handed_on_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(scanner, "_ENOUGH", rows)
+    monkeypatch.setattr(kineto_scan, "CHUNK", 20_000)
+    damaged = BULK.replace(b'"ts": ', b'"ts": 1 ', 1).replace(b'"dur": ', b'"dur": -', 40)
+    for data in (BULK, damaged):
+        agree(data)
+        agree(data, ReadOptions(keep_cpu_ops=True))
+
+
+def test_ids_take_32_bits_until_one_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanner, "_ENOUGH", 2)
+    monkeypatch.setattr(kineto_scan, "CHUNK", 150)
+    kernel = '{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1, "pid": 0, "tid": %d, "args": {"device": %d}}'
+    data = f"[{', '.join(kernel % (i if i < 9 else 1 << 40, i) for i in range(12))}]".encode()
+    agree(data)
+    events = scan_blocks([data], "x").events
+    assert events.device.dtype == np.int32 and events.device.tolist() == list(range(12))
+    assert events.tid.dtype == np.int64 and events.tid.tolist() == [*range(9), *[1 << 40] * 3]
 
 
 DEEP = '{"ph": "X", "z": ' + "[" * 5000 + "]" * 5000 + "}"

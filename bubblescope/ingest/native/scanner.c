@@ -18,7 +18,7 @@
 
 #define MAX_DEPTH 32
 #define MAX_CATEGORIES 64
-#define ABI 2
+#define ABI 3
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -35,11 +35,11 @@
 
 typedef const uint8_t *Text;
 
-/* Where the columns of one chunk go; all arrays have room for `rows` (asides: 3 * `asides`) entries. */
+/* Where the columns go; all arrays have room for `rows` (asides: 3 * `asides`) entries. */
 typedef struct {
     int8_t *cat;
     int32_t *name;
-    int64_t *start, *end, *pid, *tid, *device, *stream, *corr, *external, *sequence, *fwd_thread;
+    int64_t *start, *end, *pid, *tid, *device, *stream, *corr, *sequence;
     int64_t *aside; /* (row, from, to): NCCL arguments of a row; row -1: a metadata event */
     int64_t rows, asides;
 } Rows;
@@ -376,7 +376,7 @@ static void forget(Scanner *s, int64_t keep) {
 
 /* --- events ----------------------------------------------------------------------------------------------- */
 
-enum { ID_PID, ID_TID, ID_DEVICE, ID_STREAM, ID_CORR, ID_EXTERNAL, ID_SEQUENCE, ID_FWD_THREAD, IDS };
+enum { ID_PID, ID_TID, ID_DEVICE, ID_STREAM, ID_CORR, ID_SEQUENCE, IDS };
 enum { PH = 1, CAT = 2, NAME = 4, PID = 8, TID = 16, TS = 32, DUR = 64, ARGS = 128 };
 enum { KEPT = 0, NOT_KEPT = -1, UNKNOWN = -2 };
 
@@ -410,9 +410,7 @@ static inline int argument(Text key, int64_t length) {
     case 6:
         return IS("device") ? ID_DEVICE : IS("stream") ? ID_STREAM : -1;
     case 11:
-        return IS("correlation") ? ID_CORR : IS("External id") ? ID_EXTERNAL : -1;
-    case 13:
-        return IS("Fwd thread id") ? ID_FWD_THREAD : -1;
+        return IS("correlation") ? ID_CORR : -1;
     case 15:
         return IS("Sequence number") ? ID_SEQUENCE : -1;
     default:
@@ -562,9 +560,7 @@ static int keep(Scanner *s, const Event *e, Text text, const Rows *rows, Counts 
     rows->device[i] = e->id[ID_DEVICE];
     rows->stream[i] = e->id[ID_STREAM];
     rows->corr[i] = e->id[ID_CORR];
-    rows->external[i] = e->id[ID_EXTERNAL];
     rows->sequence[i] = e->id[ID_SEQUENCE];
-    rows->fwd_thread[i] = e->id[ID_FWD_THREAD];
     return !e->comm || aside(rows, n, i, e->args - text, e->args_end - text);
 }
 
@@ -576,7 +572,7 @@ static int scan_array(Scanner *s, Text text, Text end, int bare, const Rows *row
     if (p < end && *p == ']') return skip_space(p + 1, end) == end;
     for (;;) {
         if (p >= end || *p != '{') return 0;
-        Event e = {.cat = UNKNOWN, .name = &nothing, .id = {0, 0, -1, -1, -1, -1, -1, -1}};
+        Event e = {.cat = UNKNOWN, .name = &nothing, .id = {0, 0, -1, -1, -1, -1}};
         Text from = p;
         if (!(p = event_end(s, p, end, &e))) return 0;
         n->seen++;
@@ -630,15 +626,19 @@ EXPORT int bubblescope_category(Scanner *s, const char *text, int length, int co
     return 1;
 }
 
-/* Fill `rows` from the JSON array of events in text[0..length). 1: done, and counts say how much; 0: odd, nothing
- * remembered. `bare`: the code of events without a category. */
+/* Fill `rows` from the JSON array of events in text[0..length), after the counts->rows that stand there. 1: done, and
+ * counts say how much; 0: odd, nothing remembered. `bare`: the code of events without a category. */
 EXPORT int bubblescope_scan(Scanner *s, Text text, int64_t length, int bare, const Rows *rows, Counts *counts) {
     int64_t names = s->names;
-    memset(counts, 0, sizeof *counts);
-    int done = scan_array(s, text, text + length, bare, rows, counts);
-    if (!done) forget(s, names);
-    counts->names = s->names;
-    return done;
+    Counts n = {.rows = counts->rows};
+    int done = scan_array(s, text, text + length, bare, rows, &n);
+    if (!done) {
+        forget(s, names);
+        return 0;
+    }
+    n.names = s->names;
+    *counts = n;
+    return 1;
 }
 
 /* Raw (still escaped) text of names: offsets()[i] .. offsets()[i + 1] in arena(). Valid until the next scan. */

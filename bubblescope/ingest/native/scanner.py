@@ -17,8 +17,10 @@ from bubblescope.ingest.kineto_columns import Columns
 from bubblescope.ingest.kineto_structs import COMM_ARGS, ONE
 from bubblescope.ingest.native import status
 
-_WIDE = ("start_ns", "end_ns", "pid", "tid", "device", "stream", "corr", "external", "sequence", "fwd_thread")
+_WIDE = ("start_ns", "end_ns", "pid", "tid", "device", "stream", "corr", "sequence")
 _SHORTEST_ROW = 40
+_ENOUGH = 1 << 14
+"""Rows that are handed on at once: the work of NumPy on a few hundred costs as much as on these."""
 _DECODE = msgspec.json.Decoder(str).decode
 
 
@@ -40,7 +42,8 @@ def open_scanner(columns: Columns) -> Scanner | None:
 
 
 class Scanner:
-    """Reads arrays of events. Holds the texts of names on the C side and their numbers in `Columns.names` here."""
+    """Reads arrays of events; `flush` before anything else adds to the columns, and at the end. Holds the texts of
+    names on the C side and their numbers in `Columns.names` here."""
 
     def __init__(self, library: ctypes.CDLL, columns: Columns) -> None:
         self._library = library
@@ -64,6 +67,7 @@ class Scanner:
         text = np.frombuffer(array, dtype=np.uint8)
         self._make_room(len(text))
         counts = self._counts
+        before = counts.rows
         done = self._library.bubblescope_scan(
             self._handle, text.ctypes.data, len(text), int(Cat.BARE), ctypes.byref(self._rows), ctypes.byref(counts)
         )
@@ -71,34 +75,42 @@ class Scanner:
             return False
         asides = self._decoded(array)
         if asides is None:
+            counts.rows = before
             return False
         self._columns.seen += counts.seen
-        self._learn_names()
-        block = {name: self._arrays[name][: counts.rows] for name in ("cat", *_WIDE)}
-        block["name"] = self._to_names[self._arrays["name"][: counts.rows]]
-        block["comm"] = np.full(counts.rows, -1, dtype=np.int32)
-        metadata = []
+        comm = self._arrays["comm"]
+        comm[before : counts.rows] = -1
         for row, found in asides:
             if row < 0:
-                metadata.append(found)
+                self._columns.add_metadata(found)
             elif found.collective is not None or found.group is not None:
-                block["comm"][row] = self._columns.comm(found)
-        self._columns.add_block(block, counts.rows)
-        for event in metadata:
-            self._columns.add_metadata(event)
+                comm[row] = self._columns.comm(found)
+        if counts.rows >= _ENOUGH:
+            self.flush()
         return True
 
+    def flush(self) -> None:
+        """Hand on the rows that were taken."""
+        self._learn_names()
+        rows, self._counts.rows = self._counts.rows, 0
+        block = {name: self._arrays[name][:rows] for name in ("cat", "comm", *_WIDE)} if rows else {}
+        if block:
+            block["name"] = self._to_names[self._arrays["name"][:rows]]
+            self._columns.add_block(block, rows)
+
     def _make_room(self, length: int) -> None:
-        rows = length // _SHORTEST_ROW + 1
-        if rows <= self._rows.rows:
+        need = length // _SHORTEST_ROW + 1
+        if self._counts.rows + need <= self._rows.rows:
             return
-        rows += rows // 4
+        self.flush()
+        rows = need + need // 4 + _ENOUGH
         self._arrays = {name: np.empty(rows, dtype=np.int64) for name in _WIDE}
         self._arrays["cat"] = np.empty(rows, dtype=np.int8)
         self._arrays["name"] = np.empty(rows, dtype=np.int32)
+        self._arrays["comm"] = np.empty(rows, dtype=np.int32)
         self._arrays["aside"] = np.empty(3 * rows, dtype=np.int64)
-        for name, column in self._arrays.items():
-            setattr(self._rows, name, column.ctypes.data)
+        for name in ("cat", "name", *_WIDE, "aside"):
+            setattr(self._rows, name, self._arrays[name].ctypes.data)
         self._rows.rows = self._rows.asides = rows
 
     def _decoded(self, array: bytes | memoryview) -> list[tuple[int, Any]] | None:
