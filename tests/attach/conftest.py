@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attach_jobs import job, losses
 from tests.support.sleeping import ROOT
 
 LIVE = """
@@ -57,6 +58,14 @@ class AgentProcess:
         """End it in good order; gives what it wrote to stderr."""
         _, errors = self.process.communicate(timeout=20)
         return errors
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a training of four ranks that nobody prepared and nobody touched."""
+    with job(tmp_path_factory.mktemp("undisturbed"), sleep_s=0.0) as one:
+        one.wait_steps(150)
+    return losses(one)
 
 
 @pytest.fixture
