@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from bubblescope.replay.engine import Simulation
     from bubblescope.replay.schedules import Schedule
 
-MOST_OPERATIONS = 5_000_000
-"""What a replay takes: about a kilobyte and five microseconds each."""
-
 EPILOG = """\b
 Examples:
   bubblescope simulate --schedule 1F1B --stages 4 --microbatches 8 --forward 1 --input-grad 1 --weight-grad 1
@@ -145,19 +142,10 @@ def _chosen(
 
 def _made(name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
     """As `schedules.make`; numbers that do not go together are the options' fault, and so UsageErrors."""
-    from bubblescope.replay.schedules import check_numbers, default_chunks, make
+    from bubblescope.replay.schedules import make
 
-    v = default_chunks(name) if chunks is None else chunks
     try:
-        check_numbers(name, stages, microbatches, v)
-        count = 2 * stages * microbatches * v
-        if count > MOST_OPERATIONS:
-            raise UsageError(
-                f"{stages} stages x {microbatches} micro-batches x {counted(v, 'chunk')} are at least {count:,} "
-                f"operations; a replay takes up to {MOST_OPERATIONS:,}",
-                hint="the ratios hardly change beyond some hundred micro-batches: simulate fewer",
-            )
-        return make(name, stages, microbatches, v)
+        return make(name, stages, microbatches, chunks)
     except ScheduleError as error:
         raise UsageError(error.what, hint=error.hint) from error
 

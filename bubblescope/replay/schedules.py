@@ -41,6 +41,9 @@ def _folded(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").strip()
 
 
+MOST_OPERATIONS = 5_000_000
+"""What a replay takes: about a kilobyte and five microseconds each."""
+
 _BY_FOLDED = {_folded(name): name for name in (*NAMES, "custom")}
 
 
@@ -126,6 +129,12 @@ def check_numbers(name: str, p: int, m: int, v: int) -> None:
     for value, what in ((p, "stage"), (m, "micro-batch"), (v, "chunk")):
         if value < 1:
             raise ScheduleError(f"{known} needs at least one {what}, not {value}")
+    if 2 * p * m * v > MOST_OPERATIONS:
+        raise ScheduleError(
+            f"{p:,} stages x {m:,} micro-batches x {v:,} chunks are at least {2 * p * m * v:,} operations; a replay "
+            f"takes up to {MOST_OPERATIONS:,}",
+            hint="the ratios hardly change beyond some hundred micro-batches: take fewer",
+        )
     fixed = _family(name).chunks
     if fixed is not None and v != fixed:
         raise ScheduleError(f"{known} has exactly {fixed} chunk(s) per GPU, not {v}", hint=f"use --chunks {fixed}")

@@ -128,3 +128,13 @@ def test_sizes_are_read_as_people_write_them() -> None:
     for wrong in ("", "0", "-1", "GiB", "inf", "nan"):
         with pytest.raises(UsageError):
             size(wrong)
+
+
+@pytest.mark.parametrize("many", ["1000000", "1" + 30 * "0"])
+def test_more_micro_batches_than_a_replay_takes_are_refused_and_not_tried(
+    many: str, recording: Path, bubblescope: Runner
+) -> None:
+    done = bubblescope("whatif", str(recording), "--microbatches", many, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    (refused,) = json.loads(done.stdout)["refused"]
+    assert "a replay takes up to 5,000,000" in refused["why"]
