@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from bubblescope.model import Kind, Lane, Names, Spans
 from bubblescope.model.layers import LayerTime
+from bubblescope.model.units import NS
 
 Float = NDArray[np.float64]
 _NAME = re.compile(r"layer ([FB]) (\d+) (.*)\Z")
-NS = 1e-9
 
 
 def take_layers(spans: Spans, names: Names) -> tuple[Spans, list[LayerTime]]:

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.cost.prices import SECONDS_PER_HOUR
+from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE
 from bubblescope.report.facts import stage_of
 from bubblescope.report.tables import step_seconds
 
 Float = NDArray[np.float64]
-NS = 1e-9
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 """Upper edges of the step duration histogram, seconds: from a demo on a laptop to the largest jobs."""

@@ -45,7 +45,7 @@ INTRINSIC_CAUSES = ("warmup", "cooldown", "schedule_steady")
 OUTSIDE_PIPELINE = ("exposed_collective", "optimizer", "host_launch", "data_loading")
 """Causes that would idle a GPU without any pipeline; the rest of the idle time is the bubble."""
 
-INTRINSIC = {WARMUP: "warmup", STEADY: "schedule_steady", COOLDOWN: "cooldown"}
+_INTRINSIC = dict(zip((WARMUP, COOLDOWN, STEADY), INTRINSIC_CAUSES, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def decompose(program: Program, bases: BaseTable, phase_of: Int) -> Decompositio
         causes[:, :, CAUSES.index(cause_of(fix, bases))] += before - (v - u)
         before = v - u
         makespans[fix.value] = run.makespan
-    for phase, name in INTRINSIC.items():
+    for phase, name in _INTRINSIC.items():
         rows = frame.phase == phase
         causes[rows, :, CAUSES.index(name)] += before[rows]
     return Decomposition(frame, causes, modelled, makespans, run)

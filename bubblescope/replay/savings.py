@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblescope.algebra.maxplus import ends_at, weigh
+from bubblescope.model.units import NS
 from bubblescope.replay.bases import SCALED_KINDS, BaseTable
 from bubblescope.replay.causes import cause_of
 from bubblescope.replay.program import Edge, Program
@@ -77,7 +78,7 @@ def mean_makespans(
             for fixes in sets:
                 total[fixes] += float(ends_at(weights, durations(p, bases, fixes), p.closing).max(axis=0).sum())
     steps = sum(len(p.steps) for p in programs)
-    return {fixes: ns / steps * 1e-9 for fixes, ns in total.items()}
+    return {fixes: ns / steps * NS for fixes, ns in total.items()}
 
 
 def _changes_anything(fix: Fix, programs: Sequence[Program], bases: BaseTable) -> bool:

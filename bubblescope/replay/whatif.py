@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bubblescope.errors import ScheduleError
 from bubblescope.model import Action, Kind
+from bubblescope.model.units import NS
 from bubblescope.replay import engine
 from bubblescope.replay.bases import BaseTable
 from bubblescope.replay.dag import build_dag
@@ -23,7 +24,6 @@ from bubblescope.replay.program import Edge, Node, Program
 from bubblescope.replay.schedules import Schedule, make, stage_ranks
 
 Float = NDArray[np.float64]
-NS = 1e-9
 DEFERRING = ("torch", "torchtitan")
 """Frameworks that run torch's pipeline stages: see `PipelineModel.first_defers`."""
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bubblescope.algebra.stats import Interval, bootstrap, bootstrap_difference, row_mean
 from bubblescope.model import Notice
+from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE
 from bubblescope.report import facts, tables
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from bubblescope.report.build import Report
 
 Float = NDArray[np.float64]
-NS = 1e-9
 LEVEL = 0.95
 FROM_BASES = ("warmup", "cooldown", "schedule_steady", "stage_imbalance", "slow_worker")
 """These come from base times over all steps, so they do not vary from step to step; see `_widened`."""

@@ -15,6 +15,7 @@ from bubblescope.analysis.operations import PHASES, is_pipeline
 from bubblescope.cost import prices
 from bubblescope.errors import InputError
 from bubblescope.model import Notice, Run
+from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution, has_phases
 from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES, OUTSIDE_PIPELINE
 from bubblescope.replay.savings import Saving, savings
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from bubblescope.report.build import ReportOptions
 
 Float = NDArray[np.float64]
-NS = 1e-9
 SCHEMA_VERSION = 1
 TRUST_GATE = 0.05
 """Above this share of the step, unexplained time or replay error means: do not trust the attribution (§6)."""

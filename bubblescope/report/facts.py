@@ -9,12 +9,11 @@ import numpy as np
 
 from bubblescope.errors import ScheduleError, UsageError
 from bubblescope.model import PIPELINE_KINDS, Action, Kind, Layout, Notice
+from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.closed_form import closed_form
 from bubblescope.replay.program import Node, Program
 from bubblescope.replay.schedules import recognise
-
-NS = 1e-9
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from bubblescope.analysis.operations import PHASES
 from bubblescope.model import Kind, Lane
 from bubblescope.model.kinds import SHORT
+from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.causes import CAUSES
 from bubblescope.replay.ladder import RUNGS
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Int = NDArray[np.int64]
-NS = 1e-9
 
 LABELS = {
     **{int(k): v for k, v in SHORT.items()},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bubblescope.views import format as fmt
 from bubblescope.views.comparison import HEAD, Row, rows, verdict
 from bubblescope.views.summary import first_screen, mean_causes, mean_gpu, value
-from bubblescope.views.words import CAUSES, RATIOS
+from bubblescope.views.words import CAUSES, NEGATIVE, RATIOS
 
 if TYPE_CHECKING:
     from bubblescope.report.compare import Comparison
@@ -25,6 +25,8 @@ def render(report: ReportLike) -> str:
         if length is None or abs(length) > 1e-9:
             share = fmt.percent(length / window) if length is not None and window else "unavailable"
             lines.append(f"| {cause.label} | {fmt.milliseconds(length)} | {share} |")
+    if any(length is not None and length <= -1e-9 for length in causes.values()):
+        lines += ["", NEGATIVE]
     if screen.actions:
         lines += ["", "| what to do | saves | in all | assuming |", "|---|---|---|---|"]
         for action in screen.actions:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bubblescope.replay.causes import OUTSIDE_PIPELINE
+from bubblescope.replay.causes import INTRINSIC_CAUSES, OUTSIDE_PIPELINE
 from bubblescope.views import format as fmt
-from bubblescope.views.words import CAUSES, INTRINSIC
+from bubblescope.views.words import CAUSES
 
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
@@ -226,7 +226,7 @@ def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
         share = value(data, "causes", cause.name, "share_of_idle")
         if share is None or (bubbles and cause.name in OUTSIDE_PIPELINE):
             continue
-        name = "schedule" if cause.name in INTRINSIC else cause.name
+        name = "schedule" if cause.name in INTRINSIC_CAUSES else cause.name
         grouped[name] = grouped.get(name, 0.0) + float(share) / scale
     return sorted(((n, s) for n, s in grouped.items() if s > 0), key=lambda pair: (-pair[1], pair[0]))
 

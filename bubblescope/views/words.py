@@ -54,7 +54,10 @@ CAUSES: tuple[Cause, ...] = (
 )  # fmt: skip
 
 CAUSE = {cause.name: cause for cause in CAUSES}
-INTRINSIC = ("warmup", "cooldown", "schedule_steady")
+NEGATIVE = (
+    "A negative cause shortens the waiting: without it these GPUs would idle longer, as a stage with more work idles "
+    "less than it would in a balanced pipeline. All causes, negative ones too, sum to the idle time."
+)
 RUNGS = ("upstream_s", "peer_host_s", "late_recv_s", "transfer_s", "own_host_s")
 
 RATIOS: tuple[tuple[str, str, str], ...] = (
@@ -82,6 +85,7 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("exposed_comm", "Time in communication kernels that no compute hides."),
     ("copies", "Time in memory copies that neither compute nor communication hides."),
     ("empty", "Time in which nothing runs on the GPU."),
+    ("negative cause", NEGATIVE),
     ("stage", "One of the p parts into which the model's layers are cut; a GPU holds one or more."),
     ("micro-batch", "One of the m parts into which a step's input is cut."),
     ("F, B, I, W", "Forward; full backward; its input-gradient part; its weight-gradient part. B = I + W."),

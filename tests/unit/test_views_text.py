@@ -23,7 +23,7 @@ from bubblescope.views import json as json_view
 from bubblescope.views.figures.causes import stairs
 from bubblescope.views.html import parts, tables
 from bubblescope.views.summary import first_screen, headline, lost_hours, reasons, top_actions
-from bubblescope.views.words import CAUSES, RATIOS
+from bubblescope.views.words import CAUSES, NEGATIVE, RATIOS
 from tests.support import cases, fake_report
 from tests.support.fake_report import FakeReport, Job
 
@@ -252,6 +252,24 @@ def test_markdown_cannot_become_markup(hostile: FakeReport) -> None:
 def test_markdown_names_every_ratio(report: FakeReport) -> None:
     text = markdown.render(report)
     assert all(name in text for name, _, _ in RATIOS)
+
+
+def test_the_page_says_beside_its_causes_and_in_the_glossary_what_a_negative_one_is(report: FakeReport) -> None:
+    page = html.render(report)
+    causes = page[page.index('id="causes-title"') : page.index('id="steps-title"')]
+    assert NEGATIVE in causes
+    assert NEGATIVE in page[page.index('id="glossary-title"') :]
+
+
+def test_markdown_explains_a_negative_cause_where_there_is_one(report: FakeReport) -> None:
+    assert NEGATIVE not in markdown.render(replace(report, data=_with_cause(report, 0.001)))
+    assert NEGATIVE in markdown.render(replace(report, data=_with_cause(report, -0.001)))
+
+
+def _with_cause(report: FakeReport, seconds: float) -> dict[str, Any]:
+    """The report's data where every cause of every GPU is 0, but one."""
+    one = {c.name: 0.0 for c in CAUSES} | {"optimizer": seconds}
+    return {**report.data, "gpus": [{**g, "causes": one} for g in report.data["gpus"]]}
 
 
 def test_perfetto_bubbles_last_as_long_as_the_gaps_and_arrows_come_in_pairs(report: FakeReport) -> None:

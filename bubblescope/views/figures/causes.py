@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
+from bubblescope.replay.causes import INTRINSIC_CAUSES
 from bubblescope.views import format as fmt
 from bubblescope.views.figures.style import WORK, cause_marker, empty_figure
 from bubblescope.views.summary import mean_causes, mean_gpu
-from bubblescope.views.words import CAUSES, INTRINSIC
+from bubblescope.views.words import CAUSES
 
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
@@ -40,10 +41,10 @@ def stairs(report: ReportLike) -> list[Stair]:
     for group, total in ((True, "ideal step of this schedule"), (False, "measured step")):
         for cause in CAUSES:
             length = causes[cause.name] or 0.0
-            if (cause.name in INTRINSIC) == group and abs(length) > 1e-9:
+            if (cause.name in INTRINSIC_CAUSES) == group and abs(length) > 1e-9:
                 found.append(Stair(cause.label, cause.name, at, length))
                 at += length
-        if not group or all(causes[name] is not None for name in INTRINSIC):
+        if not group or all(causes[name] is not None for name in INTRINSIC_CAUSES):
             found.append(Stair(total, "", 0.0, at))
     return found
 

@@ -23,7 +23,7 @@ from bubblescope.views.summary import (
     unavailable,
     value,
 )
-from bubblescope.views.words import CAUSES, OPERATIONS, PHASES, RATIOS, TERMS
+from bubblescope.views.words import CAUSES, NEGATIVE, OPERATIONS, PHASES, RATIOS, TERMS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -57,6 +57,7 @@ def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = 
             "phases": PHASES,
             "ratios": RATIOS,
             "terms": TERMS,
+            "negative": NEGATIVE,
             "tables": tables.all_tables(report),
             "no_action": _no_action(data),
             "notices": _notices(data, drawn.notices),

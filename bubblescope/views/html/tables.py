@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bubblescope.replay.causes import INTRINSIC_CAUSES
 from bubblescope.views import format as fmt
 from bubblescope.views.figures.causes import stairs
 from bubblescope.views.summary import stage_causes, stage_work, unavailable, value
-from bubblescope.views.words import CAUSE, CAUSES, INTRINSIC, RATIOS
+from bubblescope.views.words import CAUSE, CAUSES, RATIOS
 
 if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
@@ -154,7 +155,7 @@ def fixes(report: ReportLike) -> Table:
 def _saving(number: float | None, cause: str) -> str:
     if number is not None:
         return fmt.milliseconds(number)
-    return fmt.MISSING if cause in (*INTRINSIC, *OUTSIDE_GAME) else "unavailable"
+    return fmt.MISSING if cause in (*INTRINSIC_CAUSES, *OUTSIDE_GAME) else "unavailable"
 
 
 def steps(report: ReportLike) -> Table:
