@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bubblescope.cli.output import FiniteRange, json_option, require, write_text
+from bubblescope.cli.output import (
+    OUTPUT_FILE,
+    FiniteRange,
+    check_targets,
+    json_option,
+    require,
+    spare_inputs,
+    write_text,
+)
 from bubblescope.errors import InputError, UsageError
 
 if TYPE_CHECKING:
-    from bubblescope.live.watcher import Watcher
+    from bubblescope.live.watcher import Snapshot, Watcher
 
 MOST_OF_A_CORE = 0.25
 """While a job trains, the watcher rests as long as it takes to stay below this share of one core."""
@@ -42,7 +50,7 @@ class Outputs:
     "--port", type=click.IntRange(0, 65535), default=8710, show_default=True, metavar="N", help="Of the page; 0 = any."
 )
 @click.option("--prometheus-port", type=click.IntRange(0, 65535), metavar="N", help="Serve /metrics there as well.")
-@click.option("--textfile", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--textfile", type=OUTPUT_FILE, metavar="FILE",
               help="Write the metrics for node_exporter, whole or not at all.")  # fmt: skip
 @click.option("--price-per-gpu-hour", "price", type=FiniteRange(min=0), metavar="P",
               help="Your price; without one there are hours and no money.")  # fmt: skip
@@ -89,18 +97,38 @@ def watch(
     if not target.exists():
         raise InputError("there is no such file or folder", hint="give the folder that the job records to", where=path)
     check_token(host, token)
+    if prometheus_port == port != 0:
+        raise UsageError(
+            f"--port and --prometheus-port are both {port}",
+            hint="give two ports, or leave --prometheus-port out: the page's own port serves /metrics as well",
+        )
+    check_targets(("--textfile", textfile), ("--json", json_to))
     options = WatchOptions(steps=steps, patience_s=patience, price_per_gpu_hour=price, currency=currency)
     watcher = Watcher(target, options)
+    spare_inputs([target, *target.glob("*.jsonl")], ("--textfile", textfile), ("--json", json_to))
     outputs = Outputs(textfile, json_to, parse_labels(labels))
     tell = _teller(watcher, outputs)
     if once:
         while watcher.refresh():
             pass
         tell()
+        if watcher.snapshot.report is None:
+            raise _nothing_to_show(watcher.snapshot)
         return
     ports = (port, *(() if prometheus_port is None else (prometheus_port,)))
     with _served(watcher, outputs, host, token, ports), _until_terminated() as stop:
         _follow(watcher, tell, stop, interval)
+
+
+def _nothing_to_show(snapshot: Snapshot) -> InputError:
+    """Why a look at the recording ended without one analysed step."""
+    if not snapshot.ranks:
+        said = "; ".join(["there is no recording of a pipeline here", *(n.message for n in snapshot.notices)])
+        hint = "give the folder that the job records to; traces are for `bubblescope analyze`"
+        return InputError(said, hint=hint, where=snapshot.path)
+    said = "; ".join(["no step can be analysed yet", *(n.message for n in snapshot.notices)])
+    hint = "a step counts once it and the next one are complete; `bubblescope watch` without --once waits for them"
+    return InputError(said, hint=hint, where=snapshot.path)
 
 
 def parse_labels(texts: tuple[str, ...]) -> dict[str, str]:

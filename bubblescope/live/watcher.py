@@ -36,12 +36,17 @@ TRAINING, SILENT, ENDED, MISSING = "training", "silent", "ended", "not seen"
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """steps: how many the page and the gauges look back on. patience_s: how long ranks may be late."""
+    """steps: how many the page and the gauges look back on. patience_s: how long ranks may be late.
+
+    Raises UsageError for what `ReportOptions` refuses."""
 
     steps: int = 20
     patience_s: float = 10.0
     price_per_gpu_hour: float | None = None
     currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        _ = self.report
 
     @property
     def report(self) -> ReportOptions:

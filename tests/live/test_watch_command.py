@@ -56,6 +56,10 @@ def test_once_writes_the_metrics_and_the_state_and_ends(tmp_path: Path) -> None:
         ([".", "--label", "a-b=1"], 2, "not a label"),
         ([".", "--once", "--textfile", "/nowhere/x.prom"], 2, "cannot write"),
         ([".", "--steps", "1"], 2, "1 is not in the range"),
+        ([".", "--port", "8711", "--prometheus-port", "8711"], 2, "--port and --prometheus-port are both 8711"),
+        ([".", "--price-per-gpu-hour", "1e300"], 2, "price_per_gpu_hour is 1e+300"),
+        ([".", "--once", "--textfile", "same", "--json", "same"], 2, "both want same"),
+        (["pyproject.toml", "--once", "--json", "pyproject.toml"], 2, "one of the files that were read"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], code: int, said: str) -> None:
@@ -63,6 +67,30 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], code: 
     assert done.returncode == code
     assert said in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no recording of a pipeline here"),
+        ("hello\n", "there is no recording of a pipeline here; 1 lines cannot be read"),
+        ('{"traceEvents": []}', "there is no recording of a pipeline here"),
+    ],
+)
+def test_once_on_nothing_or_on_something_else_says_so(content: str | None, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "rank-00000.jsonl").write_text(content)
+    done = _run(str(tmp_path), "--once", "--json", "-")
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"error: {said}") and str(tmp_path) in done.stderr and "\nhint: " in done.stderr
+    assert json.loads(done.stdout)["state"] == "waiting"
+
+
+def test_once_before_the_first_step_says_that_there_is_none(tmp_path: Path) -> None:
+    jobs.steady().write(tmp_path / "run", range(1))
+    done = _run(str(tmp_path / "run"), "--once")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: no step can be analysed yet")
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
