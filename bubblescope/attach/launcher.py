@@ -6,6 +6,7 @@ on PYTHONPATH whose ``sitecustomize`` prepares it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -89,7 +89,7 @@ def launch(command: Sequence[str], settings: Settings, *, quiet_stdout: bool = F
         return job.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
     """Pass on what is sent to us. What the terminal sends goes to the whole group: then the job has it already."""
 
@@ -118,17 +118,31 @@ def _in_foreground() -> bool:
         return False
 
 
-def recorded_files(folder: Path, wait_s: float = 5.0) -> int | None:
-    """How many ranks wrote a file there; None when the file system does not answer in time."""
-    found: list[int] = []
+def recorded_sizes(folder: Path, wait_s: float = 5.0) -> dict[str, int] | None:
+    """Name -> bytes of the ranks' files there; None when the file system does not answer in time."""
+    found: list[dict[str, int]] = []
 
     def look() -> None:
-        found.append(sum(1 for _ in folder.glob("rank-*.jsonl")))
+        sizes = {}
+        for path in folder.glob("rank-*.jsonl"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                sizes[path.name] = path.stat().st_size
+        found.append(sizes)
 
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     looker.join(wait_s)
     return found[0] if found else None
+
+
+def recorded_ranks(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """How many ranks wrote between two looks: files of an earlier run in the folder do not grow, and a rank that was
+    started again has two.
+
+    >>> recorded_ranks({"rank-00000.jsonl": 9}, {"rank-00000.jsonl": 9, "rank-00000.71.jsonl": 5})
+    1
+    """
+    return len({name.split(".")[0] for name, size in after.items() if size > before.get(name, 0)})
 
 
 def end_like(status: int) -> int:

@@ -8,7 +8,8 @@ import click
 
 from bubblescope.attach import launcher
 from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
-from bubblescope.cli.output import json_option, write_json
+from bubblescope.cli.output import counted, json_option, write_json
+from bubblescope.errors import UsageError
 
 
 @click.command(
@@ -21,7 +22,8 @@ from bubblescope.cli.output import json_option, write_json
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="For the recording, one folder per job.  [default: runs/<job or time>]",
+    help="For the recording, one folder per job; what an earlier one left there stays and is not counted.  "
+    "[default: runs/<job or time>]",
 )
 @click.option(
     "--framework",
@@ -66,21 +68,26 @@ def run(
         warmup,
         parse_ranks(ranks) if ranks else None,
     )
+    before = None if standby else launcher.recorded_sizes(folder)
     status = launcher.launch(command, settings, quiet_stdout=json_to == "-")
-    files = None if standby else launcher.recorded_files(folder)
+    after = None if before is None else launcher.recorded_sizes(folder)
+    recorded = None if before is None or after is None else launcher.recorded_ranks(before, after)
     if not standby:
-        click.echo(_closing(folder, files), err=True)
+        click.echo(_closing(folder, recorded), err=True)
     if json_to:
-        write_json({"out": str(folder), "ranks_recorded": files, "exit_status": status}, json_to)
+        try:
+            write_json({"out": str(folder), "ranks_recorded": recorded, "exit_status": status}, json_to)
+        except UsageError as error:  # the exit status is the command's, whatever becomes of our file
+            click.echo(f"warning: {error}", err=True)
     return launcher.end_like(status)
 
 
-def _closing(folder: Path, files: int | None) -> str:
-    if files is None:
+def _closing(folder: Path, ranks: int | None) -> str:
+    if ranks is None:
         return f"bubblescope: {folder} does not answer; look there later"
-    if not files:
+    if not ranks:
         return (
             "bubblescope: nothing was recorded: no process here ran a pipeline of torch, Megatron-Core or DeepSpeed "
             "(mark your own loop with bubblescope.span and bubblescope.step)"
         )
-    return f"bubblescope: {files} rank{'' if files == 1 else 's'} recorded; see: bubblescope analyze {folder}"
+    return f"bubblescope: {counted(ranks, 'rank')} recorded; see: bubblescope analyze {folder}"

@@ -418,10 +418,11 @@ def _range_problem(line: _Step) -> str:
 
 def _one_job(files: list[_File], notices: list[Notice]) -> list[_File]:
     """The job with most ranks, of equal ones the newest, when a folder holds several (a restart, a second run into
-    the same folder, a file that strayed in)."""
-    jobs: dict[str, list[_File]] = defaultdict(list)
+    the same folder, a file that strayed in). Plain torchrun gives every run of a machine the same identity: then runs
+    are told apart by their size."""
+    jobs: dict[tuple[str, int | None], list[_File]] = defaultdict(list)
     for file in files:
-        jobs[file.header.job].append(file)
+        jobs[file.header.job, file.header.world].append(file)
     if len(jobs) < 2:
         return files
     newest = max(jobs.values(), key=_began)

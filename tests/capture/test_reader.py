@@ -162,6 +162,19 @@ def test_of_two_jobs_in_a_folder_the_newest_is_read(tmp_path: Path) -> None:
     assert "several-jobs" in codes(run)
 
 
+def test_two_runs_of_different_size_are_two_jobs_although_their_launcher_gave_them_one_name(tmp_path: Path) -> None:
+    later = {"clock": [0, 2_000_000_000_000]}
+    for rank in range(3):
+        write(tmp_path, rank, header(rank, 3), layout(rank, 3), STEP0, end())
+    for rank in range(2):
+        again = text(header(rank, 2, **later), layout(rank, 2), step(7, [{"end_ns": 4}]), end())
+        (tmp_path / f"rank-0000{rank}.4711.jsonl").write_bytes(again)
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {0}
+    assert run.ranks == [0, 1, 2]
+    assert "several-jobs" in codes(run) and "rank-duplicate" not in codes(run)
+
+
 def test_ranks_of_one_host_keep_their_common_clock_despite_different_anchors(tmp_path: Path) -> None:
     write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
     write(tmp_path, 1, header(1, 2, clock=[0, 1_000_000_000_500]), layout(1, 2), STEP0, end())

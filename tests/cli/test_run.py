@@ -99,3 +99,29 @@ def test_json_alone_is_on_stdout_and_what_the_command_prints_goes_to_stderr(tmp_
     found = json.loads(done.stdout)
     assert found == {"out": str(tmp_path / "job"), "ranks_recorded": 0, "exit_status": 0}
     assert "hi" in done.stderr.splitlines()
+
+
+def test_only_the_ranks_of_this_run_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    for rank in range(3):
+        (tmp_path / "x" / f"rank-0000{rank}.jsonl").write_text("{}\n")
+    code = (
+        "import pathlib; x = pathlib.Path('x')\n"
+        "for name in ('rank-00000.71.jsonl', 'rank-00000.72.jsonl', 'rank-00004.jsonl'): (x / name).write_text('{}')"
+    )
+    done = run("--out", "x", "--json", "made.json", "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert json.loads((tmp_path / "made.json").read_text())["ranks_recorded"] == 2
+    assert "bubblescope: 2 ranks recorded; see:" in done.stderr
+
+
+def test_a_folder_with_an_earlier_recording_and_nothing_new_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "rank-00000.jsonl").write_text("{}\n")
+    assert "nothing was recorded" in run("--out", "x", "--", "true", cwd=tmp_path).stderr
+
+
+def test_the_exit_status_is_the_commands_although_our_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("--json", "file/below.json", "--", sys.executable, "-c", "raise SystemExit(7)", cwd=tmp_path)
+    assert done.returncode == 7
+    assert "warning: cannot write: " in done.stderr
