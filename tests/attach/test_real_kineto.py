@@ -138,7 +138,8 @@ def test_torchrun_polls_too_and_is_never_taken_for_a_rank(tmp_path: Path) -> Non
         found = session.targets(str(torchrun.pid))
         assert [(r.rank, r.world, r.prepared) for r in found] == [(0, 2, "kineto"), (1, 2, "kineto")]
         assert torchrun.pid not in [r.pid for r in discover.ranks()]
+        for rank in found:
+            os.kill(rank.pid, signal.SIGKILL)  # by themselves they would look for the daemon for 10 s more
     finally:
-        for one in (*session.targets(str(torchrun.pid)), discover.one(torchrun.pid)):
-            os.kill(one.pid, signal.SIGKILL)
+        torchrun.terminate()
         torchrun.wait(60)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,20 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.support.programs import program
 from tests.support.sleeping import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BUBBLESCOPE = (sys.executable, "-m", "bubblescope")
-
-
-def program(name: str) -> str:
-    """The path of a program that the tests must have: without it they fail, so that nobody takes them for passed."""
-    found = shutil.which(name)
-    if found is None:
-        pytest.fail(f"{name} is not installed, and is needed here: scripts/test installs it, or apt-get install {name}")
-    return found
 
 
 def wait_for(what: str, check: Callable[[], Any], timeout_s: float = 60.0) -> Any:
@@ -41,13 +30,13 @@ def wait_for(what: str, check: Callable[[], Any], timeout_s: float = 60.0) -> An
         found = check()
         if found:
             return found
-        time.sleep(0.2)
+        time.sleep(0.02)
     raise TimeoutError(f"waited {timeout_s:g} s for {what}")
 
 
 @contextlib.contextmanager
 def training(out: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A real demo training over gloo, recorded into ``out/recording``; ended as Ctrl-C would."""
+    """A real demo training over gloo, recorded into ``out/recording``, that ends with the block."""
     command = [*BUBBLESCOPE, "demo", "--out", str(out), *more]
     with (out.parent / "demo.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
@@ -55,7 +44,7 @@ def training(out: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
         process.wait(timeout=60)
 
 

@@ -18,8 +18,9 @@ import pytest
 
 from bubblescope.views.words import CAUSES
 from tests.live import jobs
-from tests.live.processes import ROOT, Prometheus, program, prometheus, training, wait_for, watching
+from tests.live.processes import ROOT, Prometheus, prometheus, training, wait_for, watching
 from tests.live.test_exporter import LABELS
+from tests.support.programs import program
 
 pytestmark = pytest.mark.real
 

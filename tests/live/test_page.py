@@ -8,58 +8,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import sync_playwright
 
-from tests.browser.conftest import QUIET, SIZES, VIOLATIONS, Visit, screenshot
 from tests.live import jobs
-from tests.live.processes import Watching, program, training, wait_for, watching
-from tests.support.page_checks import until
+from tests.live.processes import Watching, training, wait_for, watching
+from tests.support.page_checks import draw_charts, is_quiet, is_quiet_in, passes_axe, suits_both_themes, until
+from tests.support.pages import SIZES, Open, Visit
 
 pytestmark = [pytest.mark.browser, pytest.mark.real]
-
-__all__ = ["screenshot"]  # the fixture
-
-RULES = {
-    "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
-}
-Open = Callable[..., Visit]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program("chromium"), args=list(QUIET))
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Open]:
-    """``visit(url, size="phone", theme="dark")`` opens a page and waits for `ready`."""
-    contexts = []
-
-    def opened(url: str, size: str = "desktop", theme: str = "light", ready: str = "#lanes[data-step]") -> Visit:
-        context = browser.new_context(viewport=SIZES[size], color_scheme=theme)
-        contexts.append(context)
-        page = context.new_page()
-        found = Visit(page)
-        page.add_init_script(VIOLATIONS)
-        page.on("console", lambda message: found.complaints.append(message.text))
-        page.on("pageerror", lambda error: found.complaints.append(str(error)))
-        page.on("request", lambda request: found.requests.append(request.url))
-        page.goto(url)
-        page.wait_for_selector(ready, timeout=60_000)
-        return found
-
-    yield opened
-    for context in contexts:
-        context.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +41,6 @@ def _generated(tmp_path: Path, job: jobs.Recorded, steps: int, *more: str) -> It
         yield made
 
 
-def _broken(page: Any) -> list[Any]:
-    found = Axe().run(page, options=RULES)
-    return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found.response["violations"]]
-
-
-def _own(found: Visit, url: str) -> list[str]:
-    """Requests that went anywhere else."""
-    return [asked for asked in found.requests if not asked.startswith((url, "data:"))]
-
-
 def test_the_fraction_changes_while_the_job_trains(live: Watching, visit: Open, screenshot: Any) -> None:
     found = visit(live.page)
     page, heads, steps = found.page, set(), set()
@@ -104,32 +54,30 @@ def test_the_fraction_changes_while_the_job_trains(live: Watching, visit: Open, 
     assert re.search(r"pipeline bubbles: USD \d+\.\d\d an hour", page.inner_text("#headline"))
     assert "Being lost now" in page.inner_text("dl.figures") and "Lost so far" in page.inner_text("dl.figures")
     assert page.inner_text("#state").startswith("training")
-    page.evaluate("bubblescope.drawAllCharts()")
-    until(page, "!document.querySelector('[data-figure]:not([data-drawn])')")
+    draw_charts(page)
     screenshot(page, "watch-live")
-    assert found.all_complaints() == []
-    assert _own(found, live.page) == []
+    is_quiet(found)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_no_complaint_no_other_host_no_sideways_scrolling(
-    live: Watching, visit: Open, screenshot: Any, size: str, theme: str
+def drawn_and_changed(live: Watching, visit: Open, size: str) -> Visit:
+    found = visit(live.page, size)
+    draw_charts(found.page)
+    found.page.click("[data-do=next]")
+    head = found.page.inner_text("#state")
+    until(found.page, "(head) => document.getElementById('state').innerText !== head", arg=head)
+    return found
+
+
+def test_it_is_quiet_and_passes_axe_in_both_themes_with_a_story_open(
+    live: Watching, visit: Open, screenshot: Any
 ) -> None:
-    found = visit(live.page, size, theme)
-    found.page.evaluate("bubblescope.drawAllCharts()")
-    found.page.wait_for_timeout(1500)
-    screenshot(found.page, f"watch-{size}-{theme}")
-    assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert found.all_complaints() == [] and _own(found, live.page) == []
+    suits_both_themes(drawn_and_changed(live, visit, "desktop"), screenshot, "watch-desktop")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_against_wcag_aa(live: Watching, visit: Open, theme: str) -> None:
-    page = visit(live.page, "desktop", theme).page
-    page.evaluate("bubblescope.drawAllCharts()")
-    page.click("[data-do=next]")
-    assert _broken(page) == []
+def test_it_is_quiet_and_fits_on_a_phone(live: Watching, visit: Open, screenshot: Any) -> None:
+    found = drawn_and_changed(live, visit, "phone")
+    for theme in ("light", "dark"):
+        is_quiet_in(theme, found, screenshot, "watch-phone")
 
 
 def test_the_keyboard_alone_pauses_and_goes_on(live: Watching, visit: Open) -> None:
@@ -182,7 +130,7 @@ def test_a_page_that_waits_fills_itself(tmp_path: Path, visit: Open, screenshot:
     with watching(tmp_path / "run", tmp_path / "watch.log") as made:
         found = visit(made.page, ready="#headline")
         assert found.page.inner_text("#headline") == "Waiting for the first finished step"
-        assert _broken(found.page) == []
+        passes_axe(found.page)
         screenshot(found.page, "watch-waiting")
         job.write(tmp_path / "run", [0])
         found.page.wait_for_selector("#table-ranks")
@@ -205,7 +153,7 @@ def test_a_rank_that_falls_silent_stands_first(tmp_path: Path, visit: Open, scre
         assert first.startswith("GPU 2") and "silent since" in first and "training" in second
         assert "doubt" in found.page.get_attribute("#state", "class")
         screenshot(found.page, "watch-silent")
-        assert _broken(found.page) == []
+        passes_axe(found.page)
 
 
 def test_an_open_page_survives_a_restart_of_the_watcher(tmp_path: Path, visit: Open) -> None:
@@ -224,7 +172,7 @@ def test_a_token_is_asked_for_once(tmp_path: Path, visit: Open, screenshot: Any)
     token = "correct-horse-battery-staple"
     with _generated(tmp_path, jobs.steady(), 4, "--token", token) as made:
         found = visit(made.page, ready="input[name=token]")
-        assert _broken(found.page) == []
+        passes_axe(found.page)
         screenshot(found.page, "watch-login")
         found.page.keyboard.type("not the token at all")
         found.page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""What every report page must do, whatever report it shows; used by the tests of tests/browser."""
+"""What every page must do, whatever it shows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ def until(page: Any, expression: str, arg: object = None, timeout_s: float = 30.
         page.wait_for_timeout(50)
 
 
-def draw_everything(page: Any) -> None:
-    """Charts are drawn when they come into view; here all at once, and every table opened."""
+def draw_charts(page: Any) -> None:
+    """Charts are drawn when they come into view; here all at once."""
     page.evaluate("bubblescope.drawAllCharts()")
     until(page, "!document.querySelector('[data-figure]:not([data-drawn])')")
+
+
+def draw_everything(page: Any) -> None:
+    """All charts, and every table opened."""
+    draw_charts(page)
     page.locator("details").evaluate_all("all => all.forEach(d => { d.open = true; })")
 
 
 def is_quiet(visit: Any) -> None:
-    """No console message, no error, no request, no sideways scrolling."""
+    """No console message, no error, no request to elsewhere, no sideways scrolling."""
     assert visit.all_complaints() == []
-    assert [url for url in visit.requests if not url.startswith(("file:", "data:"))] == []
+    assert visit.foreign_requests() == []
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -45,13 +50,16 @@ def passes_axe(page: Any, only: dict[str, Any] = EVERY_RULE) -> None:
 
 def suits_both_themes(visit: Any, screenshot: Any, name: str) -> None:
     """Quiet and clean by axe in light and in dark; in dark only what colours decide is looked at again."""
-    page = visit.page
     for theme, rules in (("light", EVERY_RULE), ("dark", COLOUR_RULES)):
-        page.emulate_media(color_scheme=theme)
-        until(page, f"getComputedStyle(document.documentElement).colorScheme === '{theme}'")
-        screenshot(page, f"{name}-{theme}")
-        is_quiet(visit)
-        passes_axe(page, rules)
+        is_quiet_in(theme, visit, screenshot, name)
+        passes_axe(visit.page, rules)
+
+
+def is_quiet_in(theme: str, visit: Any, screenshot: Any, name: str) -> None:
+    visit.page.emulate_media(color_scheme=theme)
+    until(visit.page, f"getComputedStyle(document.documentElement).colorScheme === '{theme}'")
+    screenshot(visit.page, f"{name}-{theme}")
+    is_quiet(visit)
 
 
 def amounts(page: Any, table: str) -> tuple[list[float], float]:
