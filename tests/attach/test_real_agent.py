@@ -108,7 +108,8 @@ def test_two_clients_dead_clients_and_attackers_do_no_harm(standby: Job, tmp_pat
             client.ask(path, "stop")
     standby.wait_steps(20)
     killed = begin(standby, str(standby.folder), "--duration", "30", "--out", str(tmp_path / "k"))
-    wait_for_state(paths[0], "recording")
+    for path in paths:
+        wait_for_state(path, "recording")
     killed.kill()
     killed.communicate()
     for path in paths:
