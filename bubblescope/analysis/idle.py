@@ -83,6 +83,6 @@ def all_sets(run: Run, ranks: Int) -> dict[int, DeviceSets]:
     wanted = ranks.astype(sorted_rank.dtype)
     bounds = zip(*(np.searchsorted(sorted_rank, wanted, side).tolist() for side in ("left", "right")), strict=True)
     return {
-        int(rank): device_sets(spans.take(order[low:high].astype(np.int64)))
+        int(rank): device_sets(spans.take(intervals.without_gaps(order[low:high].astype(np.int64))))
         for rank, (low, high) in zip(ranks, bounds, strict=True)
     }

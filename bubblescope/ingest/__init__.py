@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bubblescope.errors import InputError, UsageError
-from bubblescope.ingest import discover
+from bubblescope.ingest import discover, memory
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Notice, Run, checks
@@ -78,6 +78,7 @@ def read(
         run = cast(Run, module.read([Path(u) for u in units], executor=executor))
     else:
         run = cast(Run, module.read([Path(u) for u in units]))
+    memory.give_back()
     return _with_names(replace(run, notices=(*run.notices, *said)), options)
 
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 from bubblescope.errors import InputError
 from bubblescope.model import Notice
 
-BLOCK = 1 << 20
+BLOCK = 1 << 19
 _PACKED = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -44,7 +44,7 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
-    """The plain bytes of `path` in blocks of about 1 MiB; packing is told by the first bytes, not by the name.
+    """The plain bytes of `path` in blocks of half a MiB; packing is told by the first bytes, not by the name.
 
     A file that is cut or damaged gives what could be unpacked and appends a Notice. Raises InputError when
     more than `max_bytes` come out, or when the packing is not supported here. A text that begins with the mark of

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from bubblescope.errors import InputError
-from bubblescope.ingest import partcache
+from bubblescope.ingest import memory, partcache
 from bubblescope.ingest.decompress import blocks
 from bubblescope.ingest.kineto_assemble import assemble
 from bubblescope.ingest.kineto_scan import scan
@@ -66,6 +66,18 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
 
     Raises InputError when nothing can be used.
     """
+    parts, notices = _parts(paths, options, executor)
+    parts = _with_ranks(parts, notices)
+    if not any(part.timing for part in parts):
+        _refuse_damaged(parts)
+    memory.give_back()
+    return merge(parts, notices, "kineto")
+
+
+def _parts(
+    paths: Sequence[str | Path], options: ReadOptions, executor: Executor | None
+) -> tuple[list[Part], list[Notice]]:
+    """All files that can be read, and what is wrong with the others. Raises InputError when none can."""
     files, notices = _latest_window([str(p) for p in paths])
     parts: list[Part] = []
     errors: list[InputError] = []
@@ -79,10 +91,7 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
         partcache.prune()
     if not parts:
         raise errors[0] if errors else InputError("no trace files were given")
-    parts = _with_ranks(parts, notices)
-    if not any(part.timing for part in parts):
-        _refuse_damaged(parts)
-    return merge(parts, notices, "kineto")
+    return parts, notices
 
 
 def _refuse_damaged(parts: list[Part]) -> None:
@@ -111,6 +120,7 @@ def read_part(path: str, options: ReadOptions = DEFAULT) -> Part:
 
 def _read_part(path: str, options: ReadOptions) -> Part:
     found = scan(path, options)
+    memory.give_back()
     if len(found.events) == 0 and any(mark in _peek(path) for mark in _NOT_OURS):
         raise InputError(
             "the trace has no complete (ph X) events; it looks like one of Megatron's own tracer (MegatronApp)",

@@ -30,8 +30,11 @@ _COLLECTIVES = ("all_to_all", "alltoall", "all_reduce", "allreduce", "gather", "
 
 
 def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
-    """Spans, launches and identity of one scanned file. Raises InputError when it cannot be one rank's trace."""
-    who = identify(scan)
+    """Spans, launches and identity of one scanned file. Raises InputError when it cannot be one rank's trace.
+
+    Gives the events up on the way, so that memory does not hold a large file twice: `scan.events` is empty then.
+    """
+    who, count = identify(scan), len(scan.events)
     _refuse_two_ranks(scan)
     _refuse_unusable_times(scan)
     events, said = _sound(scan)
@@ -39,8 +42,11 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     table = _Table(scan, events, CommNames.of(options), who, names, tuple(r for r in options.names if r.kind is None))
     pieces, timing, notices = _pieces(table)
     spans = Spans.concat(pieces)
+    del pieces
     launch = _launch_links(spans)
     steps = _steps(table, spans, launch)
+    del table, events
+    scan.events = scan.events.take(np.empty(0, dtype=np.int64))
     spans = _stepped(spans, steps, launch, all_host=timing != "kernels")
     spans = Spans.concat([spans, _step_rows(steps, names)])
     spans = spans.with_columns(start_ns=spans.start_ns + scan.base_ns, end_ns=spans.end_ns + scan.base_ns)
@@ -56,7 +62,7 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
         world_size=who.world_size,
         host=who.host,
         backend=who.backend,
-        events=len(scan.events),
+        events=count,
         groups=who.groups,
         notices=(*scan.notices, *said, *notices),
     )

@@ -75,7 +75,7 @@ class _Held:
     def _room(self, name: str, rows: int, kind: Any) -> None:
         old = self._arrays[name]
         if rows > len(old) or kind != old.dtype:
-            self._arrays[name] = np.empty(max(rows, len(old), 2 * self._rows), dtype=kind)
+            self._arrays[name] = np.empty(max(rows, len(old), self._rows + self._rows // 4), dtype=kind)
             self._arrays[name][: self._rows] = old[: self._rows]
 
     def columns(self) -> Block:

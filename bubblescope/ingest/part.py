@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,23 +40,25 @@ class Part:
 def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     """Parts of different ranks -> one Run, spans sorted by rank and time. Two parts of a rank: the fuller one.
 
-    Raises InputError when no part has device (or CPU) time to look at, or when the parts are of several jobs.
+    Takes the parts out of the list, so that their spans are not held beside the run's. Raises InputError when no part
+    has device (or CPU) time to look at, or when the parts are of several jobs.
     """
-    parts, strangers = _one_job(parts)
+    given, (parts, strangers) = parts, _one_job(parts)
     parts, said = _one_per_rank(parts)
     notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *said]
-    with_time = [p for p in parts if p.timing]
-    if not with_time:
+    if not any(p.timing for p in parts):
         raise _nothing_timed(parts)
     names = Names()
     spans = Spans.concat([_renamed(p, names) for p in parts])
     offsets = np.cumsum([0, *(len(p.spans) for p in parts)])
     launch = np.concatenate([p.launch + offset for p, offset in zip(parts, offsets, strict=False)])
+    given.clear()
+    parts = [replace(p, spans=Spans.empty()) for p in parts]
     spans, launch = _sorted(spans, launch)
     layout = _layout(parts, names)
     notices.extend(_missing(layout))
     spans, agreed = _agree_on_steps(spans, parts)
-    timings = {p.timing for p in with_time}
+    timings = {p.timing for p in parts}
     return Run(
         spans=spans,
         names=names,

@@ -128,7 +128,7 @@ class Spans:
         for column in COLUMNS:
             value = columns.get(column, DEFAULTS[column])
             array = np.asarray(value).astype(_DTYPES[column], copy=False)
-            made[column] = np.full(length, array) if array.ndim == 0 else array
+            made[column] = np.broadcast_to(array, length) if array.ndim == 0 else array
             if len(made[column]) != length:
                 raise ValueError(f"column {column} has {len(made[column])} rows, not {length}")
         return cls(**made)
@@ -140,8 +140,8 @@ class Spans:
     @classmethod
     def concat(cls, parts: Sequence[Spans]) -> Spans:
         """All rows of all parts, in order. The parts must share one `Names` table."""
-        if not parts:
-            return cls.empty()
+        if len(parts) <= 1:
+            return parts[0] if parts else cls.empty()
         return cls(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in COLUMNS})
 
     def rows(self) -> Iterator[dict[str, int]]:

@@ -332,8 +332,8 @@ def _local_causes(
     moving = np.maximum(local_transfer(run), collective_transfer(run))
     by_rank = dict(rows_by(spans.rank))
     for rank, rows in rows_by(windows.rank[w]):
-        own = spans.take(by_rank[rank])
-        moved = moving[by_rank[rank]]
+        mine = intervals.without_gaps(by_rank[rank])
+        own, moved = spans.take(mine), moving[mine]
         busy = sets[rank].busy
         device = own.device >= 0
         talks = device & np.isin(own.lane, COMMUNICATION)
@@ -357,7 +357,8 @@ def _local_causes(
         causes[rows, CAUSE_INDEX["p2p_transfer"]] = within(transfer)
         if talks.any() or run.source.timing == "kernels":
             known = within(data) + within(collective) + within(p2p)
-            over = np.where(before[rows] < 0, _after_all(own.take(device), start[rows], end[rows]), 0)
+            after = _after_all(own.start_ns[device], own.end_ns[device], start[rows], end[rows])
+            over = np.where(before[rows] < 0, after, 0)
             causes[rows, CAUSE_INDEX["host_launch"]] = np.maximum(idle[rows] - known - over, 0)
     causes[:, CAUSE_INDEX["unexplained"]] = idle - causes.sum(axis=1)
     return causes
@@ -368,12 +369,12 @@ def _tails(spans: Spans, length: Int, rows: NDArray[np.bool_]) -> intervals.Set:
     return intervals.union(spans.end_ns[rows] - length[rows], spans.end_ns[rows])
 
 
-def _after_all(device: Spans, start: Int, end: Int) -> Int:
-    """How much of each [start, end) lies after the last span that began before its end; `device` by start."""
-    reach = np.maximum.accumulate(device.end_ns)
-    last = np.searchsorted(device.start_ns, end, "left") - 1
-    ended = np.where(last >= 0, reach[np.maximum(last, 0)], start) if len(reach) else start
-    result: Int = end - np.clip(ended, start, end)
+def _after_all(began: Int, ended: Int, start: Int, end: Int) -> Int:
+    """How much of each [start, end) lies after the last span [began, ended) that began before its end; in order."""
+    reach = np.maximum.accumulate(ended)
+    last = np.searchsorted(began, end, "left") - 1
+    over = np.where(last >= 0, reach[np.maximum(last, 0)], start) if len(reach) else start
+    result: Int = end - np.clip(over, start, end)
     return result
 
 

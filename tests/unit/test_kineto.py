@@ -10,7 +10,8 @@ import pytest
 from bubblescope.algebra import intervals
 from bubblescope.align import prepare, wait_transfer
 from bubblescope.errors import InputError
-from bubblescope.ingest import read
+from bubblescope.ingest import kineto_scan, part, read
+from bubblescope.ingest.kineto_assemble import assemble
 from bubblescope.model import Kind, Lane, Run
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 
@@ -157,6 +158,16 @@ def test_reading_twice_gives_the_same_columns(tmp_path: Path) -> None:
     assert a.names.texts == b.names.texts
     assert all((getattr(a.spans, c) == getattr(b.spans, c)).all() for c in ("start_ns", "kind", "microbatch", "name"))
     assert a.notices == b.notices
+
+
+def test_memory_holds_a_large_file_once(tmp_path: Path) -> None:
+    write(tmp_path, traces(TRUTH))
+    scan = kineto_scan.scan(str(next(tmp_path.iterdir())))
+    parts = [assemble(scan)]
+    assert parts[0].events and not len(scan.events), "the events stay beside the spans"
+    given = list(parts)
+    run = part.merge(given, [], "kineto")
+    assert len(run.spans) == len(parts[0].spans) and not given, "the parts stay beside the run"
 
 
 def test_an_empty_run_passes_through_every_pass() -> None:

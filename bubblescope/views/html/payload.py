@@ -238,7 +238,9 @@ def _ideal(report: ReportLike, scale: _Scale, texts: _Texts) -> dict[str, Any] |
     if not len(table):
         return None
     pairs = table[["rank", "stage"]].drop_duplicates().sort_values(["rank", "stage"])
-    stages_of = {int(rank): tuple(map(int, mine)) for rank, mine in pairs.groupby("rank")["stage"]}
+    stages_of: dict[int, tuple[int, ...]] = {}
+    for rank, stage in pairs.to_numpy().tolist():
+        stages_of[rank] = (*stages_of.get(rank, ()), stage)
     first = {stages: rank for rank, stages in sorted(stages_of.items(), reverse=True)}
     stage_of = {rank: stages[0] for stages, rank in sorted(first.items())}
     owner = {rank: row for row, rank in enumerate(stage_of)}
