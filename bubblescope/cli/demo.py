@@ -14,8 +14,9 @@ import click
 
 from bubblescope.cli import demo_worker
 from bubblescope.cli.analyze import Outputs, check_outputs, deliver, make_report
-from bubblescope.cli.output import counted, json_option, progress, results, writing
+from bubblescope.cli.output import json_option, progress, results, writing
 from bubblescope.errors import ScheduleError, UsageError
+from bubblescope.views.format import counted
 
 
 def parse_imbalance(texts: tuple[str, ...], stages: int) -> dict[int, float]:

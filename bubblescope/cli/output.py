@@ -70,14 +70,6 @@ def names_option(command: Command) -> Command:
     )(command)
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """
-    >>> counted(1, "GPU"), counted(2, "GPU"), counted(2, "micro-batch", "micro-batches")
-    ('1 GPU', '2 GPUs', '2 micro-batches')
-    """
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
 def stdout_owner(**targets: str | None) -> str | None:
     """'-' when one of the targets is stdout, for `results`; UsageError when several are.
 

@@ -8,8 +8,9 @@ import click
 
 from bubblescope.attach import launcher
 from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
-from bubblescope.cli.output import counted, json_option, write_json
+from bubblescope.cli.output import json_option, write_json
 from bubblescope.errors import UsageError
+from bubblescope.views.format import counted
 
 
 @click.command(

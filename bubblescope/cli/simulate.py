@@ -10,7 +10,6 @@ import click
 from bubblescope.cli.output import (
     OUTPUT_FILE_OR_STDOUT,
     check_targets,
-    counted,
     json_option,
     results,
     stdout_owner,
@@ -19,6 +18,7 @@ from bubblescope.cli.output import (
 )
 from bubblescope.errors import InputError, ScheduleError, UsageError
 from bubblescope.model.kinds import SHORT
+from bubblescope.views.format import counted
 
 if TYPE_CHECKING:
     from rich.table import Table

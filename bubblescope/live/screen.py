@@ -132,7 +132,7 @@ def _total_figure(snapshot: Snapshot) -> Figure:
         return Figure("Lost so far", fmt.MISSING, "no step has been counted yet", False)
     hours = totals.lost_gpu_hours
     price = snapshot.options.price_per_gpu_hour
-    steps = f"{totals.steps:,} step{'s' if totals.steps != 1 else ''} counted, from step {totals.first_step:,} on"
+    steps = f"{fmt.counted(totals.steps, 'step')} counted, from step {totals.first_step:,} on"
     note = f"{steps}, {len(totals.gpus):,} GPUs seen"
     if price is None:
         return Figure("Lost so far", fmt.gpu_hours(hours), note)
