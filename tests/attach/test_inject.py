@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
 import signal
@@ -14,8 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bubblescope.attach import elf, inject, process, ptrace
+from bubblescope.attach import client, elf, inject, process, protocol, ptrace
 from bubblescope.errors import AttachError
+from tests.support.attach_jobs import wait_until
+from tests.support.attach_stress import CLOSE
 from tests.support.sleeping import ROOT
 
 
@@ -266,6 +269,39 @@ def test_a_call_is_run_whatever_the_main_thread_does_and_it_goes_on(wait: str, t
     finally:
         child.kill()
         child.wait()
+
+
+PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+PYTHONS = [Path(sys.executable), *sorted(PYENV.glob("versions/3.1[1-3].*/bin/python"))]
+"""The one of the tests, and what pyenv has of the versions that are entered by ptrace."""
+
+
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: path.parents[1].name)
+def test_the_agent_starts_and_answers_in_every_python_that_is_here(python: Path, tmp_path: Path) -> None:
+    body = "import sys\nprint(sys.version_info[:3], flush=True)\nfor line in sys.stdin: print(line, end='', flush=True)"
+    env = {"PATH": os.environ["PATH"], protocol.DIRECTORY_VARIABLE: str(tmp_path / "s")}
+    child = subprocess.Popen([python, "-c", body], stdin=-1, stdout=-1, stderr=subprocess.PIPE, text=True, env=env)
+    path = protocol.socket_path(tmp_path / "s", child.pid)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    version = ast.literal_eval(child.stdout.readline())
+    assert process.python_version(child.pid) == version[:2]
+
+    def echoes(word: str) -> bool:
+        child.stdin.write(f"{word}\n")
+        child.stdin.flush()
+        return bool(child.stdout.readline() == f"{word}\n")
+
+    for i in range(5):
+        inject.start_agent(child.pid)
+        assert echoes(f"started {i}")
+        assert wait_for(path)
+        assert client.ask(path, "status")["python"] == ".".join(map(str, version))
+        inject.by_ptrace(child.pid, CLOSE)
+        assert echoes(f"closing {i}")
+        wait_until(lambda: not path.exists(), "closed")
+    assert child.communicate(timeout=20) == ("", "")
+    assert child.returncode == 0
 
 
 def test_registers_masks_and_signals_are_as_they_were(tmp_path: Path) -> None:
