@@ -71,3 +71,13 @@ def test_without_any_optimizer_windows_end_with_the_last_operation_and_say_so() 
 
 def test_an_empty_run_has_no_windows() -> None:
     assert len(find_windows(Run.empty())) == 0
+
+
+def test_missing_steps_are_counted_without_being_listed() -> None:
+    """A damaged number may lie a billion steps ahead; every tenth step recorded is no gap."""
+    far = [(rank, {0: 0, 1: 10**9}[step], *row) for rank, step, *row in TWO_RANKS]
+    rows = [(rank, 2, kind, start + 300, end + 300) for rank, step, kind, start, end in TWO_RANKS if step == 0]
+    said = [n.message for n in find_windows(run_of([*far, *rows])).notices]
+    assert said == ["499999998 steps are missing of every rank: 4, 6, 8, 10, 12, 14, 16, 18 …"]
+    every_tenth = [(rank, 10 * step, *row) for rank, step, *row in TWO_RANKS]
+    assert find_windows(run_of(every_tenth)).notices == ()
