@@ -17,6 +17,7 @@ import msgspec
 
 from bubblescope.ingest import recording
 from bubblescope.model import Notice
+from bubblescope.views.format import counted
 
 MIB = 2**20
 MOST_HELD = 64 * MIB
@@ -193,10 +194,10 @@ class Follower:
                 text = f"{file.skipped_bytes / MIB:,.0f} MiB of history were not read; counting starts at step "
                 made.append(Notice("history-skipped", f"{text}{file.first_step}", str(path)))
             if file.bad_lines:
-                text = f"{file.bad_lines} lines cannot be read and are left out"
+                text = f"{counted(file.bad_lines, 'unreadable line')} left out"
                 made.append(Notice("line-skipped", text, str(path)))
         if self.replaced:
-            text = f"{self.replaced} files were cut or replaced while they were followed; they were read anew"
+            text = f"{counted(self.replaced, 'file')} cut or replaced while being followed, and read anew"
             made.append(Notice("file-replaced", text, str(self.path)))
         return made
 

@@ -90,7 +90,7 @@ def test_the_keyboard_alone_pauses_and_goes_on(live: Watching, visit: Open) -> N
     assert page.get_attribute("#pause", "aria-pressed") == "true"
     page.wait_for_timeout(300)
     before = page.inner_text("#state"), page.get_attribute("#lanes", "data-step")
-    page.wait_for_timeout(2000)
+    page.wait_for_timeout(1000)
     assert (page.inner_text("#state"), page.get_attribute("#lanes", "data-step")) == before
     page.keyboard.press("Space")
     until(page, "(step) => document.getElementById('lanes').dataset.step !== step", arg=before[1])

@@ -73,7 +73,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], code: 
     ("content", "said"),
     [
         (None, "there is no recording of a pipeline here"),
-        ("hello\n", "there is no recording of a pipeline here; 1 lines cannot be read"),
+        ("hello\n", "there is no recording of a pipeline here; 1 unreadable line left out"),
         ('{"traceEvents": []}', "there is no recording of a pipeline here"),
     ],
 )
