@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bubblescope.label import generic, messages, ranges, schedule, structure
+from bubblescope.label import flow, generic, messages, ranges, schedule, structure
 from bubblescope.model import Run
 
 Pass = Callable[[Run], Run]
@@ -14,6 +14,7 @@ LABELS: list[Pass] = [
     generic.label_optimizer,
     structure.label,
     structure.place_chunks,
+    flow.label,
     ranges.label_messages,
     ranges.label_loss,
     generic.label,

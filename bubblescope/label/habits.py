@@ -13,6 +13,8 @@ from bubblescope.model import Run
 
 F, B = 1, -1
 """Forward and backward, so that one is minus the other."""
+_FAR = 3.0
+"""So many times more frequent in one of them, a name tells it from the other."""
 
 
 @dataclass(eq=False)
@@ -56,12 +58,15 @@ class Habits:
         """Kernels of an operation on `rank`, 0 when none was seen there."""
         return int(self._own.get(rank, self._all).typical(kind)[0])
 
-    def gain(self, rows: Int) -> NDArray[np.float64]:
-        """Per row how much more likely its name is in F than in B (log of the ratio)."""
-        one, two = self.names[F], self.names[B]
-        all_one, all_two = sum(one.values()) + 1.0, sum(two.values()) + 1.0
+    def telling(self, rows: Int) -> Int:
+        """Per row F or B where its name is far more frequent in operations of that kind, and among their kernels."""
+        seen = self._all.kernels
+        if not seen[F] or not seen[B]:
+            return np.zeros(len(rows), dtype=np.int64)
         names = self.run.spans.name[rows].tolist()
-        return np.array([np.log((one[n] + 0.5) / all_one) - np.log((two[n] + 0.5) / all_two) for n in names])
+        one, two = (np.array([self.names[kind][n] for n in names]) for kind in (F, B))
+        each, part = len(seen[F]) / len(seen[B]), sum(seen[F]) / sum(seen[B])
+        return np.where(one > _FAR * max(each, part) * two, F, np.where(one < min(each, part) / _FAR * two, B, 0))
 
     def split(self, rows: Int, first: int, rank: int) -> int:
         """Where in `rows` the first of two operations ends: by autograd, else by the most likely place."""
@@ -93,7 +98,10 @@ class Habits:
 
     def _name_cost(self, rows: Int, first: int) -> NDArray[np.float64]:
         """Minus log likelihood, per split place, that the names before it are of `first` and the rest are not."""
-        gain = first * self.gain(rows)
+        names = self.run.spans.name[rows].tolist()
+        one, two = self.names[first], self.names[-first]
+        all_one, all_two = sum(one.values()) + 1.0, sum(two.values()) + 1.0
+        gain = np.array([np.log((one[n] + 0.5) / all_one) - np.log((two[n] + 0.5) / all_two) for n in names])
         ahead = np.cumsum(gain)[:-1]
         result: NDArray[np.float64] = -(ahead - (gain.sum() - ahead)) / 2
         return result

@@ -42,6 +42,15 @@ def label(run: Run) -> Run:
     return replace(run, spans=spans.with_columns(stage=columns[:, 0], microbatch=columns[:, 1]))
 
 
+def partners(run: Run) -> dict[int, int]:
+    """Row of a send -> row of its receive, and the other way round, where both ends of a pair count alike."""
+    out: dict[int, int] = {}
+    for sent, received in _queues(run, _open_messages(run)).values():
+        for receive, send in _partners(run, sent, received):
+            out[send], out[receive] = receive, send
+    return out
+
+
 def _queues(run: Run, rows: Int) -> dict[tuple[int, int, int], tuple[list[int], list[int]]]:
     """(source, destination, step) -> its sends and its receives, each in issue order."""
     spans = run.spans

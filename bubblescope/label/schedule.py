@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from bubblescope.algebra import intervals
 from bubblescope.model import BACKWARD_KINDS, PIPELINE_KINDS, Kind, Lane, Run
 
 Operation = tuple[Kind, int, int]
+
+_MOST_OTHER = 0.1
+"""With more compute between the operations that is of none of them, their order is not all of the schedule."""
 
 
 def label(run: Run) -> Run:
@@ -31,6 +35,8 @@ def schedule_of(run: Run) -> str | None:
     layout = run.layout
     if (layout.chunks or 1) > 1:
         return _interleaved(run, orders)
+    if _splits(run) or _other_work(run) > _MOST_OTHER:
+        return None
     written = {key: letters(order) for key, order in orders.items()}
     for name in ("1F1B", "GPipe"):
         fits = [text == expected(name, run, rank, text.count("F")) for (rank, _), text in written.items()]
@@ -77,9 +83,35 @@ def expected(name: str, run: Run, rank: int, m: int) -> str:
     return "F" * warm + "FB" * (m - warm) + "B" * warm
 
 
+def _splits(run: Run) -> bool:
+    """Whether weight gradients are computed apart, numbered or not."""
+    return bool(np.any(run.spans.kind == Kind.BACKWARD_WEIGHT))
+
+
+def _other_work(run: Run) -> float:
+    """Compute between the first and the last operation of a step that is of none of them, as a part of theirs: the
+    highest of all ranks. Weight gradients that could not be recognised are such."""
+    spans = run.spans
+    compute = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.step >= 0))
+    most = 0.0
+    for _, picked in intervals.rows_by(spans.rank[compute]):
+        mine = compute[picked]
+        known, other = (0, 0)
+        for _, of_step in intervals.rows_by(spans.step[mine]):
+            rows = mine[of_step]
+            pipeline = np.isin(spans.kind[rows], PIPELINE_KINDS)
+            if not pipeline.any():
+                continue
+            low, high = spans.start_ns[rows[pipeline]].min(), spans.end_ns[rows[pipeline]].max()
+            within = (spans.kind[rows] == Kind.OTHER) & (spans.start_ns[rows] >= low) & (spans.end_ns[rows] <= high)
+            known += int(spans.duration_ns[rows[pipeline]].sum())
+            other += int(spans.duration_ns[rows[within]].sum())
+        most = max(most, other / known if known else 0.0)
+    return most
+
+
 def _interleaved(run: Run, orders: dict[tuple[int, int], list[Operation]]) -> str | None:
-    kinds = {kind for order in orders.values() for kind, _, _ in order}
-    split = Kind.BACKWARD_WEIGHT in kinds
+    split = _splits(run)
     held: dict[int, list[int]] = {}
     for (_, stage), rank in run.layout.stage_rank.items():
         held.setdefault(rank, []).append(stage)

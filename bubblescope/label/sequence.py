@@ -61,29 +61,53 @@ def pair(numbers: Numbers, forwards: list[Int], backwards: list[Int]) -> list[in
     >>> pair(four, [np.array([0]), np.array([1])], [np.array([2]), np.array([3])])
     [1, 0]
     """
+    begins = _begins(numbers, forwards)
+    if begins is None or len(forwards) != len(backwards):
+        return None
+    out = [most(np.searchsorted(begins, _known(numbers, rows), side="right") - 1) for rows in backwards]
+    return out if sorted(out) == list(range(len(out))) else None
+
+
+def forward_of(numbers: Numbers, forwards: list[Int], rows: Int) -> Int:
+    """For each of `rows`, issued by backwards, the place of its forward among `forwards`, which are in the order they
+    ran; -1 where it is not known.
+
+    >>> import numpy as np
+    >>> four = Numbers(np.array([10, 13, 14, -1]), np.array([1, 1, 2, 2]))
+    >>> forward_of(four, [np.array([0]), np.array([1])], np.array([2, 3])).tolist()
+    [1, -1]
+    """
+    begins = _begins(numbers, forwards)
+    if begins is None:
+        return np.full(len(rows), -1, dtype=np.int64)
+    number = numbers.number[rows]
+    result: Int = np.where(number >= 0, np.searchsorted(begins, number, side="right") - 1, -1)
+    return result
+
+
+def most(places: Int) -> int:
+    """The place that holds a clear majority, else -1."""
+    values, counts = np.unique(places, return_counts=True)
+    if len(values) == 0 or counts.max() < _CLEAR * len(places):
+        return -1
+    return int(values[np.argmax(counts)])
+
+
+def _begins(numbers: Numbers, forwards: list[Int]) -> Int | None:
+    """The first number of each forward; None unless they are on one thread and grow."""
     seen = [rows[numbers.number[rows] >= 0] for rows in forwards]
-    if not seen or not all(len(rows) for rows in seen) or len(forwards) != len(backwards):
+    if not seen or not all(len(rows) for rows in seen):
         return None
     if len(np.unique(numbers.thread[np.concatenate(seen)])) > 1:
         return None
     begins = np.array([numbers.number[rows].min() for rows in seen])
     ends = np.array([numbers.number[rows].max() for rows in seen])
     # The last operator of a forward may have made no node: its number is the next forward's first.
-    if np.any(begins[1:] <= begins[:-1]) or np.any(ends[:-1] > begins[1:]):
-        return None
-    out = [_most(np.searchsorted(begins, _known(numbers, rows), side="right") - 1) for rows in backwards]
-    return out if sorted(out) == list(range(len(out))) else None
+    growing = not np.any(begins[1:] <= begins[:-1]) and not np.any(ends[:-1] > begins[1:])
+    return begins if growing else None
 
 
 def _known(numbers: Numbers, rows: Int) -> Int:
     found = numbers.number[rows]
     result: Int = found[found >= 0]
     return result
-
-
-def _most(places: Int) -> int:
-    """The place that holds a clear majority, else -1."""
-    values, counts = np.unique(places, return_counts=True)
-    if len(values) == 0 or counts.max() < _CLEAR * len(places):
-        return -1
-    return int(values[np.argmax(counts)])

@@ -112,7 +112,7 @@ def attribute(run: Run) -> Attribution:
         parts.append(_replayed_gaps(program, decomposition, windows, sets))
         replayed[program.window[program.node == Node.BEGIN].reshape(-1)] = True
     parts.append(_local_gaps(run, windows, operations, sets, ~replayed))
-    parts.append(_inside_gaps(windows, operations, sets))
+    parts.append(_inside_gaps(run, windows, operations, sets, replayed))
     return Attribution(
         run,
         windows,
@@ -143,6 +143,10 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
     whole = _whole_steps(run, windows)
     if not len(whole):
         return [], "no step is there for every rank of a pipeline"
+    unclear = is_pipeline(operations.kind) & ((operations.microbatch < 0) | (operations.stage < 0))
+    whole = np.setdiff1d(whole, windows.step[operations.window[unclear]])
+    if not len(whole):
+        return [], "in no step are stage and micro-batch of every forward and backward known"
     keep = np.isin(windows.step, whole)
     try:
         programs = build_programs(run, windows, operations, keep)
@@ -386,18 +390,23 @@ def _bare(spans: Spans, rows: NDArray[np.bool_], busy: intervals.Set) -> interva
     return intervals.subtract(_set(spans, rows), busy)
 
 
-def _inside_gaps(windows: Windows, operations: Operations, sets: dict[int, DeviceSets]) -> Gaps:
-    """Idle time within operations (kernels with pauses): bare communication, else late launches (§5)."""
+def _inside_gaps(
+    run: Run, windows: Windows, operations: Operations, sets: dict[int, DeviceSets], replayed: NDArray[np.bool_]
+) -> Gaps:
+    """Idle time within operations (kernels with pauses): bare communication, else late launches (§5). Where operations
+    are not known to be whole, such pauses may be waits for messages as well, and count as gaps between them do."""
     w = operations.window
     end = np.minimum(operations.end_ns, windows.end_ns[w])
     start = np.minimum(operations.start_ns, end)
     idle = _idle_within(windows.rank, w, start, end, sets)
     rows = np.flatnonzero(idle > 0)
-    causes = np.zeros((len(rows), len(CAUSES)))
+    causes = _local_causes(run, windows, w[rows], start[rows], end[rows], idle[rows], rows, sets)
     for rank, mine in rows_by(windows.rank[w[rows]]):
+        mine = mine[replayed[w[rows[mine]]]]
         exposed = sets[rank].exposed
         low = intervals.measure_before(exposed, start[rows[mine]])
         bare = intervals.measure_before(exposed, end[rows[mine]]) - low
+        causes[mine] = 0.0
         causes[mine, CAUSE_INDEX["exposed_collective"]] = bare
         causes[mine, CAUSE_INDEX["host_launch"]] = idle[rows[mine]] - bare
     n = len(rows)

@@ -276,6 +276,8 @@ class _Rank:
         self.events: list[Json] = []
         self.corr = 1000
         self.pid = 4000 + self.rank
+        forwards = [(o.step, o.stage, o.microbatch) for o in truth.ops if o.rank == stage and o.kind == "F"]
+        self._turns = {forward: turn for turn, forward in enumerate(forwards)}
 
     def document(self) -> Json:
         self._metadata_events()
@@ -371,7 +373,7 @@ class _Rank:
         """An operator around each launch. The last one of a forward makes no node: its number is the next one's."""
         shape = self.truth.shape
         nodes = max(1, shape.kernels[0] - 1)
-        base = 100 + (op.step * shape.microbatches + op.microbatch) * nodes
+        base = 100 + self._turns[op.step, op.stage, op.microbatch] * nodes
         for i in range(count):
             k = base + i if op.kind == "F" else base + nodes - 1 - i * nodes // count
             args = {"Sequence number": k, "Fwd thread id": 0 if op.kind == "F" else 1}
