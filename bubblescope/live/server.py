@@ -123,6 +123,7 @@ def listen(host: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             made.bind(address)
+            made.listen()  # who reads the address can connect, though it is answered a moment later
         except OSError:
             made.close()
             raise

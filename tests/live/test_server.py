@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from bubblescope.errors import UsageError
 from bubblescope.live import exporter
 from bubblescope.live.page import SCRIPTS, STYLES, Pages
-from bubblescope.live.server import MOST_READERS, Site, Streams, page_app
+from bubblescope.live.server import MOST_READERS, Site, Streams, listen, page_app
 from bubblescope.live.watcher import Snapshot, Watcher, WatchOptions
 from tests.live import jobs
 
@@ -32,6 +34,13 @@ def _watched(folder: Path) -> Snapshot:
     while made.refresh():
         pass
     return made.snapshot
+
+
+async def test_who_reads_the_address_can_connect_and_nobody_else_can_take_it() -> None:
+    with listen("127.0.0.1", 0) as made, socket.socket() as reader:
+        reader.connect(made.getsockname())
+        with pytest.raises(UsageError, match="cannot listen"):
+            listen("127.0.0.1", made.getsockname()[1])
 
 
 async def test_more_readers_than_there_is_room_for_are_told_so() -> None:
