@@ -112,7 +112,8 @@ def one(pid: int) -> Rank:
             hint="attach as its user, or as root",
         ) from None
     except (OSError, KeyError) as error:
-        raise AttachError(f"process {pid} cannot be looked at: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise AttachError(f"process {pid} cannot be looked at: {reason} (a kernel's thread?)") from error
     return describe(looked, _agent_of(looked))
 
 

@@ -157,13 +157,14 @@ def choose(ranks: Sequence[Rank], via: str) -> str:
         if has_agent or has_kineto:
             return "agent" if has_agent else "kineto"
         unprepared = [rank for rank in ranks if rank.prepared == "no"] or list(ranks)
-        raise AttachError(f"{_some(unprepared)} was not prepared for attaching", hint=_open_ways(ranks))
+        raise AttachError(f"{_some(unprepared)} {_was(unprepared)} not prepared for attaching", hint=_open_ways(ranks))
     if via == "agent" and not has_agent:
         without = [rank for rank in ranks if rank.agent is None]
         raise AttachError(f"there is no agent in {_some(without)}", hint=_open_ways(ranks))
     if via == "kineto" and not has_kineto:
         without = [rank for rank in ranks if not rank.kineto]
-        raise AttachError(f"{_some(without)} was started without KINETO_USE_DAEMON=1", hint=_open_ways(ranks))
+        what = f"{_some(without)} {_was(without)} started without KINETO_USE_DAEMON=1"
+        raise AttachError(what, hint=_open_ways(ranks))
     return "agent" if via in ("inject", "gdb") and has_agent else via
 
 
@@ -173,13 +174,17 @@ def _open_ways(ranks: Sequence[Rank]) -> str:
         ways.append("--via agent")
     if all(rank.kineto for rank in ranks):
         ways.append("--via kineto")
+    if ways:
+        return "open: " + " or ".join(ways)
     closed = next((why for rank in ranks if rank.agent is None and (why := inject.why_not(rank.pid))), "")
+    standby = "start the job under `bubblescope run --standby`"
     if closed:
-        ways.append(f"start the job under `bubblescope run --standby` (--via inject is closed: {closed})")
-    else:
-        ways.append("--via inject --yes, which stops each process for some milliseconds")
-        ways.append("or start the job under `bubblescope run --standby`")
-    return "open: " + "; ".join(ways)
+        return f"open: {standby} (--via inject is closed: {closed})"
+    return f"open: --via inject --yes, which stops each process for some milliseconds; or {standby}"
+
+
+def _was(ranks: Sequence[Rank]) -> str:
+    return "was" if len(ranks) == 1 else "were"
 
 
 def _some(ranks: Sequence[Rank]) -> str:

@@ -49,8 +49,9 @@ def test_the_gentlest_way_that_is_open_for_all_ranks_is_taken(ranks: list[Rank],
     [
         ([rank()], "auto", "rank 0 (process 100) was not prepared", "--via inject --yes"),
         ([rank(**AGENT), rank(1)], "auto", "rank 1 (process 101) was not prepared", "--via inject --yes"),
-        ([rank(kineto=True)], "agent", "there is no agent in rank 0", "--via kineto"),
-        ([rank(**AGENT)], "kineto", "started without KINETO_USE_DAEMON=1", "--via agent"),
+        ([rank(), rank(1)], "auto", "rank 0 (process 100), rank 1 (process 101) were not prepared", "run --standby"),
+        ([rank(kineto=True)], "agent", "there is no agent in rank 0", "open: --via kineto"),
+        ([rank(**AGENT)], "kineto", "rank 0 (process 100) was started without KINETO_USE_DAEMON=1", "open: --via agent"),
     ],
 )
 def test_a_refusal_names_the_ranks_and_the_ways_that_are_open(
@@ -60,6 +61,7 @@ def test_a_refusal_names_the_ranks_and_the_ways_that_are_open(
         session.choose(ranks, via)
     assert what in caught.value.what
     assert open_ in caught.value.hint
+    assert ("inject" in caught.value.hint) is (ranks[-1].prepared == "no"), "only where nothing gentler is open"
 
 
 def test_where_injecting_is_closed_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
