@@ -13,6 +13,7 @@ import click
 
 from bubblescope.cli.output import (
     OUTPUT_FILE,
+    OUTPUT_FOLDER,
     FiniteRange,
     check_targets,
     json_option,
@@ -111,7 +112,7 @@ def report_options(command: Command) -> Command:
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_FOLDER,
     metavar="DIR",
     help="Write DIR/report.html and DIR/report.json.",
 )
@@ -119,15 +120,15 @@ def report_options(command: Command) -> Command:
 @json_option
 @markdown_option
 @click.option(
-    "--csv", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as CSV."
+    "--csv", type=OUTPUT_FOLDER, metavar="DIR", help="Write tables as CSV."
 )
 @click.option("--perfetto", type=OUTPUT_FILE, metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
 @click.option(
-    "--parquet", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write tables as Parquet."
+    "--parquet", type=OUTPUT_FOLDER, metavar="DIR", help="Write tables as Parquet."
 )
 @click.option(
     "--tensorboard",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_FOLDER,
     metavar="DIR",
     help="Write summaries, and traces for torch-tb-profiler.",
 )
@@ -308,7 +309,8 @@ def reading_pool(engine: str, scheduler: str | None, jobs: int | None) -> Iterat
         return
     if scheduler is not None:
         raise UsageError("--scheduler needs --engine dask", hint="add --engine dask, or leave --scheduler out")
-    from bubblescope.ingest.parallel import LocalPool, cpus
+    from bubblescope.ingest.parallel import cpus
+    from bubblescope.ingest.pool import LocalPool
 
     processes = jobs or cpus()
     if processes == 1:

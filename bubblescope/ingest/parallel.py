@@ -1,28 +1,16 @@
-"""Many files, one function: in this process, in a pool of local ones, or over anything with
-`concurrent.futures.Executor`'s interface (a dask cluster).
-
-Local processes hand their result over as a file of columns, which is mapped here: nothing large is pickled.
-"""
+"""Many files, one function: in this process, in a pool of local ones (`pool`), or over anything with
+`concurrent.futures.Executor`'s interface (a dask cluster)."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from bubblescope.errors import InputError
-from bubblescope.ingest import partfile
-from bubblescope.ingest.part import Part
 
 T = TypeVar("T")
 
@@ -31,6 +19,15 @@ class Executor(Protocol):
     """The part of `concurrent.futures.Executor` that is used (dask's `Client.get_executor()` has it too)."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """An executor that knows more of files (`pool.LocalPool`)."""
+
+    def worth_it(self, sizes: Sequence[int], cost: float) -> bool: ...
+
+    def over(self, read: Callable[[str], T], paths: Sequence[str]) -> Iterator[T | InputError]: ...
 
 
 class Progress(Protocol):
@@ -64,7 +61,7 @@ def over_files(
     progress = _progress.get()
     if progress is not None:
         progress.begin(len(paths), sum(sizes))
-    if isinstance(executor, LocalPool) and not executor.worth_it(sizes, cost):
+    if isinstance(executor, Spread) and not executor.worth_it(sizes, cost):
         executor = None
     for path, size, result in zip(paths, sizes, _results(read, paths, executor), strict=True):
         if progress is not None:
@@ -75,20 +72,23 @@ def over_files(
 def _results(read: Callable[[str], T], paths: Sequence[str], executor: Executor | None) -> Iterator[T | InputError]:
     if executor is None:
         for path in paths:
-            yield _try(read, path)
+            yield attempt(read, path)
         return
-    if isinstance(executor, LocalPool):
+    if isinstance(executor, Spread):
         yield from executor.over(read, paths)
         return
-    futures = [executor.submit(_try, read, path) for path in paths]
+    futures = [executor.submit(attempt, read, path) for path in paths]
     for path, future in zip(paths, futures, strict=True):
-        with _alive(path):
+        with alive(path):
             result = future.result()
         yield result
 
 
 @contextlib.contextmanager
-def _alive(path: str) -> Iterator[None]:
+def alive(path: str) -> Iterator[None]:
+    """Inside, a process that ended is an InputError."""
+    from concurrent.futures import BrokenExecutor
+
     try:
         yield
     except BrokenExecutor as error:
@@ -99,7 +99,8 @@ def _alive(path: str) -> Iterator[None]:
         ) from error
 
 
-def _try(read: Callable[[str], T], path: str) -> T | InputError:
+def attempt(read: Callable[[str], T], path: str) -> T | InputError:
+    """The file, or why it cannot be read."""
     try:
         return read(path)
     except InputError as error:
@@ -111,82 +112,6 @@ def _size(path: str) -> int:
         return 0 if "://" in path else Path(path).stat().st_size
     except OSError:
         return 0
-
-
-# --- local processes -----------------------------------------------------------------------------------------
-
-
-class LocalPool(ProcessPoolExecutor):
-    """Processes on this machine that leave nothing behind: they end with this one, however it ends, and so does the
-    folder of results. Interrupts are this process's business alone.
-
-    at_least: with fewer bytes to read, or one file, no process is started and all is read here.
-    """
-
-    def __init__(self, processes: int, at_least: int = 0) -> None:
-        self._at_least = at_least
-        self._folder = tempfile.TemporaryDirectory(prefix="bubblescope-")
-        super().__init__(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
-
-    def worth_it(self, sizes: Sequence[int], cost: float = 1.0) -> bool:
-        """Whether starting processes pays for files of these sizes, where a byte costs so much."""
-        return len(sizes) > 1 and sum(sizes) * cost >= self._at_least
-
-    def over(self, read: Callable[[str], T], paths: Sequence[str]) -> Iterator[T | InputError]:
-        """`read` of every path; a `Part` comes back as a file."""
-        futures = [
-            self.submit(_to_file, read, path, str(Path(self._folder.name) / f"{number}.part"))
-            for number, path in enumerate(paths)
-        ]
-        for path, future in zip(paths, futures, strict=True):
-            with _alive(path):
-                result = future.result()
-            yield _from_file(result, path) if isinstance(result, Path) else result
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        processes = list((getattr(self, "_processes", None) or {}).values())
-        try:
-            if kind is None:
-                return super().__exit__(kind, error, trace)
-            self.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.join(5)
-            return None
-        finally:
-            self._folder.cleanup()
-
-
-def _to_file(read: Callable[[str], Any], path: str, target: str) -> Any:
-    """In a worker: the result, or the name of the file in which it is."""
-    result = _try(read, path)
-    if not isinstance(result, Part):
-        return result
-    partfile.write(result, Path(target))
-    return Path(target)
-
-
-def _from_file(result: Path, path: str) -> Any:
-    part = partfile.read(result)
-    result.unlink(missing_ok=True)
-    if part is None:
-        raise InputError("the result of reading it was lost (disk full?)", hint="make room in TMPDIR", where=path)
-    return part
-
-
-def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_with(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
 
 
 def cpus() -> int:

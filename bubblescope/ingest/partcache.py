@@ -7,7 +7,6 @@ the readers. Whatever does not fit exactly, or is damaged, is read anew. The old
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -72,6 +71,8 @@ def _place(path: str, options: ReadOptions) -> Path | None:
     """Where the part of this file is kept; None when it is not to be."""
     if "://" in path:
         return None
+    import hashlib  # brings OpenSSL: four megabytes
+
     try:
         with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_size < SMALLEST:
@@ -93,6 +94,8 @@ def _told(options: ReadOptions) -> str:
 @functools.cache
 def _version() -> bytes:
     """Of all that decides what a part is: this release, and the readers' own source."""
+    import hashlib
+
     digest = hashlib.sha256(__version__.encode())
     here = Path(__file__).parent
     for source in sorted([*here.rglob("*.py"), *here.rglob("*.c"), *here.parent.joinpath("model").glob("*.py")]):

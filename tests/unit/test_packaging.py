@@ -37,6 +37,11 @@ def test_loading_and_analysing_need_no_torch_and_no_plotting() -> None:
     )
 
 
+def test_reading_a_trace_in_one_process_loads_neither_openssl_nor_processes() -> None:
+    code = "import bubblescope.ingest.kineto, bubblescope.ingest.native as native; native.status()"
+    assert not {"_hashlib", "_ssl", "multiprocessing"} & modules_after(code)
+
+
 def test_every_promised_name_is_there_and_listed() -> None:
     for name in ("Report", "Run", "analyze", "instrument", "load", "record", "__version__"):
         assert getattr(bubblescope, name) is not None

@@ -17,7 +17,8 @@ import pytest
 from bubblescope.errors import InputError
 from bubblescope.ingest import read
 from bubblescope.ingest.kineto import read_part
-from bubblescope.ingest.parallel import LocalPool, over_files, watched
+from bubblescope.ingest.parallel import over_files, watched
+from bubblescope.ingest.pool import LocalPool
 from bubblescope.model import Run
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 from tests.support.small_recording import write_recording
@@ -121,7 +122,8 @@ def test_a_worker_that_is_killed_is_an_error_with_a_hint(folder: Path) -> None:
 
 SLEEPER = """
 import sys, time, pathlib
-from bubblescope.ingest.parallel import LocalPool, over_files
+from bubblescope.ingest.parallel import over_files
+from bubblescope.ingest.pool import LocalPool
 
 def sleep(path):
     pathlib.Path(path + ".began").touch()

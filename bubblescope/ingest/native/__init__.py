@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,9 @@ def status() -> Status:
 
 def built() -> Path:
     """The library in the user's cache folder, compiled unless it is there. Raises OSError when that fails."""
-    key = hashlib.sha256(_SOURCE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
+    source = _SOURCE.read_bytes()
+    # No cryptographic digest: OpenSSL would take more memory than the scanner.
+    key = f"{platform.machine()}-{len(source)}-{zlib.crc32(source):08x}"
     target = userfolder.cache_folder("native") / f"scanner-{key}.so"
     if not target.exists():
         from bubblescope.ingest.native.build import compile_to, find_compiler
