@@ -586,7 +586,7 @@ def _spans_of(file: _File) -> Spans:
             "assumed, 1 to 2, or 1 to 1 where the weight gradients were measured apart"
         )
         file.notices.append(Notice("combined-split", message, str(file.path)))
-    spans = Spans.concat(parts)
+    spans = settled.join_evaluations(Spans.concat(parts), file.names)
     return _on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans
 
 

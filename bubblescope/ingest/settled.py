@@ -6,6 +6,9 @@ import numpy as np
 
 from bubblescope.model import Kind, Lane, Names, Spans
 
+EVALUATION = "evaluation"
+"""Name of the row that covers an evaluation."""
+
 _TENSORS_PER_MESSAGE = 64
 
 
@@ -32,9 +35,39 @@ def evaluation(spans: Spans, names: Names) -> Spans:
         device=int(busy.device[0]),
         start_ns=int(busy.start_ns.min()),
         end_ns=int(busy.end_ns.max()),
-        name=names.intern("evaluation"),
+        name=names.intern(EVALUATION),
     )
     return Spans.concat([spans.with_columns(device=np.full(len(spans), -1)), cover])
+
+
+def join_evaluations(spans: Spans, names: Names) -> Spans:
+    """One busy row for several evaluation calls in a row on this rank: loading their batches and adding up their losses
+    is evaluation too. What else was recorded between them is evidence, as within them.
+
+    >>> names = Names()
+    >>> rows = Spans.from_columns(4, device=0, name=names.intern("evaluation"), step=[-1, -1, 7, -1],
+    ...     start_ns=[0, 20, 30, 40], end_ns=[10, 30, 40, 50])
+    >>> made = join_evaluations(rows, names)
+    >>> made.step.tolist(), made.start_ns.tolist(), made.end_ns.tolist()
+    ([7, -1, -1], [30, 0, 40], [40, 30, 50])
+    """
+    if EVALUATION not in names.texts:
+        return spans
+    busy = spans.where(lane=Lane.COMPUTE) & (spans.device >= 0)
+    covers = np.flatnonzero(busy & (spans.step == -1) & (spans.name == names.intern(EVALUATION)))
+    covers = covers[np.argsort(spans.start_ns[covers], kind="stable")]
+    trained = np.sort(spans.start_ns[busy & (spans.step >= 0)])
+    before = np.searchsorted(trained, spans.start_ns[covers])
+    first = np.flatnonzero(np.append(True, before[1:] != before[:-1]))
+    if len(first) >= len(covers):
+        return spans
+    start = spans.start_ns[covers[first]]
+    end = np.maximum.reduceat(spans.end_ns[covers], first)
+    place = np.searchsorted(start, spans.start_ns, "right") - 1
+    inside = (place >= 0) & (spans.step >= 0) & (spans.end_ns <= end[place])
+    rest = spans.with_columns(device=np.where(inside, -1, spans.device)).take(~np.isin(np.arange(len(spans)), covers))
+    joined = spans.take(covers[first]).with_columns(end_ns=end)
+    return Spans.concat([rest, joined])
 
 
 def find_peers(spans: Spans) -> Spans:

@@ -189,6 +189,91 @@ def test_requests_that_are_waited_for_later_are_timed_then(recorder: Recorder, m
     assert lanes[:before] == [Lane.POST] and lanes[before:] == [Lane.WAIT]
 
 
+class Layer:
+    """As Megatron's `TransformerLayerNode`: a layer's part of a combined call."""
+
+    delay_wgrad_compute = True
+
+    def backward_dw(self) -> None:
+        sum(range(1000))
+
+
+def combined_module(arrived: Any) -> Any:
+    """A combined call as with `overlap_p2p_comm`: waits for its input, computes, sends the gradient, computes on."""
+    made = types.ModuleType(f"{PIPELINE}.combined_1f1b")
+    schedules, p2p = (sys.modules[f"{PIPELINE}.{name}"] for name in ("schedules", "p2p_communication"))
+
+    def combined_forward_backward_step(
+        f_model: Any, b_model: Any, b_output_tensor: Any, f_model_chunk_id: Any = None, current_microbatch: Any = None
+    ) -> Any:
+        if f_model is not None:
+            arrived["recv_prev"].wait()
+        sum(range(1000))
+        if b_model is not None:
+            Layer().backward_dw()
+            p2p.send_backward()
+            Layer().backward_dw()
+        if f_model is not None:
+            schedules.forward_step_calc_loss(f_model)
+        return [Tensor()], 1, None
+
+    def forward_backward_pipelining_with_interleaving(
+        *, model: Any, num_microbatches: int, forward_only: bool = False
+    ) -> None:
+        output = None
+        for i in range(num_microbatches + 1):
+            ahead, back = i < num_microbatches, output is not None
+            if ahead:
+                _, _, requests = p2p.recv_later()
+                arrived.update(requests)
+            output = made.combined_forward_backward_step(  # type: ignore[attr-defined]
+                model[0] if ahead else None, model[0] if back else None, output, 0, i if ahead else None
+            )[0]
+
+    made.combined_forward_backward_step = combined_forward_backward_step  # type: ignore[attr-defined]
+    schedules.forward_backward_pipelining_with_interleaving = forward_backward_pipelining_with_interleaving
+    return made
+
+
+def test_a_combined_call_is_what_lies_between_its_inputs_and_its_results(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Work:
+        def wait(self) -> None:
+            sum(range(1000))
+
+    monkeypatch.setitem(sys.modules, f"{PIPELINE}.p2p_communication", p2p_module({"recv_prev": Work()}))
+    layers = types.ModuleType("megatron.core.models.gpt.fine_grained_callables")
+    layers.TransformerLayerNode = Layer  # type: ignore[attr-defined]
+    monkeypatch.setattr(Layer, "__module__", layers.__name__)
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    monkeypatch.setitem(sys.modules, f"{PIPELINE}.combined_1f1b", combined_module({}))
+    megatron.install(recorder)
+    schedules = sys.modules[f"{PIPELINE}.schedules"]
+    schedules.forward_backward_pipelining_with_interleaving(model=[Model()], num_microbatches=2)
+    assert recorder.patches.warnings == []
+    rows = [
+        (event[0], label.kind, label.microbatch, label.name, event[1], event[2])
+        for event in recorder.rule.current.events
+        for label in event[6]
+    ]
+    both = [row for row in rows if row[3] == "combined"]
+    mixed = [row[4:] for row in both if row[1:3] in ((Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 0))]
+    assert len(mixed) == 2 and mixed[0] == mixed[1]
+    start, end = mixed[0]
+    inside = [row[1] for row in rows if start < row[4] and row[5] < end]
+    assert inside == [Kind.BACKWARD_WEIGHT]
+    before = [row for row in rows if row[5] == start]
+    assert [row[:2] for row in before] == [(Lane.WAIT, Kind.RECV)]
+    sent = [row for row in rows if row[4] == end]
+    assert (Lane.POST, Kind.SEND) in [row[:2] for row in sent]
+    late = [row for row in rows if row[1] is Kind.BACKWARD_WEIGHT and row[2] == -1]
+    assert len(late) == 2 and all(row[4] > end for row in late)
+    assert [row[2] for row in rows if row[1] is Kind.LOSS] == [0, 1]
+    alone = [row for row in both if row[1:3] == (Kind.BACKWARD_INPUT, 1)]
+    assert len(alone) == 1
+
+
 def test_a_version_of_tomorrow_is_said_and_degrades_to_its_steps(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
