@@ -229,7 +229,7 @@ class Agent:
 
         limits = limits_of(request)
         if self.window is not None and not self.window.over:
-            raise ProtocolError("somebody is attached already; wait until that has ended, or send stop")
+            raise ProtocolError("somebody is attached already: wait until that has ended")
         if why := cannot_record():
             raise ProtocolError(why)
         self.window = Window(limits)

@@ -139,7 +139,7 @@ def _await_ready(ranks: Sequence[Rank], endpoints: _Endpoints, early: Early, tel
     busy = [rank.label for rank in ranks if not seen[rank.pid].ready]
     if busy:
         raise AttachError(
-            f"{_some(busy)} {'is' if len(busy) == 1 else 'are'} being traced already, by the job itself or by somebody else",
+            f"a trace is running already, by the job itself or by somebody else, in {_some(busy)}",
             hint="wait until that has ended: two profilers in one process crash it",
         )
 
