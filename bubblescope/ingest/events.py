@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from bubblescope.model import Names, Notice
 
 Int = NDArray[np.int64]
+AUTOGRAD = "autograd::engine::evaluate_function"
+"""Names of the engine's calls, each of which runs the backward of one node, begin so."""
 
 
 class Cat(IntEnum):
@@ -123,7 +125,9 @@ class Events:
 class Scan:
     """One file, read. `head`: the keys beside ``traceEvents``. `processes`: pid -> name and labels.
     `file_ranks`: every rank a ``distributedInfo`` in the file names (more than one: two files in one). `dropped`: why
-    events are not among the columns -> how many; `lost`: how many of these are of the device."""
+    events are not among the columns -> how many; `lost`: how many of these are of the device. `arrows`: rows (id, 1
+    where it begins and 0 where it ends, thread, ns) of arrows from forward to backward, only where no event has a
+    sequence number."""
 
     path: str
     events: Events
@@ -136,3 +140,4 @@ class Scan:
     notices: list[Notice] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     lost: int = 0
+    arrows: Int = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from bubblescope.algebra import intervals
 from bubblescope.errors import InputError
 from bubblescope.ingest import steps as step_finder
+from bubblescope.ingest.arrows import numbered
 from bubblescope.ingest.commnames import Comm, CommNames
-from bubblescope.ingest.events import DEVICE, Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.events import AUTOGRAD, DEVICE, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.identity import Identity, identify, ranks_in_one_group
 from bubblescope.ingest.options import DEFAULT, NameRule, ReadOptions
 from bubblescope.ingest.part import Part
@@ -22,7 +23,6 @@ from bubblescope.ingest.steps import Steps
 from bubblescope.model import Kind, Lane, Names, Notice, Spans
 
 Mask = NDArray[np.bool_]
-AUTOGRAD = "autograd::engine::evaluate_function"
 _LOST = 0.02
 _STRAY = 0.05
 _ACCELERATOR_PROCESSES = ("ascend hardware",)
@@ -96,7 +96,15 @@ def _refuse_unusable_times(scan: Scan) -> None:
 
 def _sound(scan: Scan) -> tuple[Events, list[Notice]]:
     keep, notices = quarantine(scan.events, scan.names, scan.path)
-    return scan.events if keep.all() else scan.events.take(keep), notices
+    events = scan.events if keep.all() else scan.events.take(keep)
+    if not len(scan.arrows):
+        return events, notices
+    events = numbered(events, scan.names, scan.arrows)
+    message = (
+        f"no operator has a sequence number; the profiler's {len(scan.arrows) // 2} arrows from forward to backward "
+        "stand for them"
+    )
+    return events, [*notices, Notice("numbered-by-arrows", message, scan.path)]
 
 
 @dataclass(eq=False)

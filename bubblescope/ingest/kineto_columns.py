@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from decimal import Decimal
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -17,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
-from bubblescope.ingest.events import CATEGORIES, DEVICE, Cat, CommArgs, Events, Int, Scan
-from bubblescope.ingest.kineto_structs import Complete, Metadata
-from bubblescope.ingest.kineto_values import EXACT_US, INT64, comm_args, integer, nanoseconds
+from bubblescope.ingest.arrows import CATEGORIES as ARROWS
+from bubblescope.ingest.events import AUTOGRAD, CATEGORIES, DEVICE, Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.kineto_structs import Arrow, ArrowBegin, Complete, Metadata
+from bubblescope.ingest.kineto_values import EXACT_US, INT64, MAX_NS, comm_args, integer, nanoseconds
 from bubblescope.ingest.options import NameRule, ReadOptions
 from bubblescope.ingest.steps import STEP_NAME
 from bubblescope.model import Names, Notice
@@ -32,7 +34,7 @@ _NO_TIME = "no usable time"
 _NEGATIVE = "negative duration"
 _DEVICE_SEEN = (*DEVICE, Cat.RUNTIME)
 # Operators that mean something by their name alone; others only with a sequence number or NCCL metadata.
-_USEFUL = ("autograd::engine::evaluate_function", "nccl:", "gloo:", "c10d::", "record_param_comms", "ProfilerStep")
+_USEFUL = (AUTOGRAD, "nccl:", "gloo:", "c10d::", "record_param_comms", "ProfilerStep")
 
 Block = dict[str, NDArray[Any]]
 """Some rows of every column."""
@@ -90,8 +92,9 @@ class _Held:
 class Columns:
     """Collects blocks. `seen`: all events; `kept`: complete ones of a known category.
 
-    Once the file has shown that a device was recorded, operators of the host that nothing reads (no sequence number,
-    no NCCL metadata, no telling name) are left out, unless `ReadOptions.keep_cpu_ops`.
+    Once the file has shown that a device was recorded, and that operators have sequence numbers, those of the host that
+    nothing reads (no sequence number, no NCCL metadata, no telling name) are left out, unless
+    `ReadOptions.keep_cpu_ops`. Without sequence numbers they stay where arrows may number them.
     """
 
     def __init__(self, path: str, options: ReadOptions) -> None:
@@ -106,6 +109,8 @@ class Columns:
         self.lost = 0
         self._examples: dict[str, str] = {}
         self.on_device = False
+        self.numbered = False
+        self._arrows: list[tuple[int, int, int, int]] = []
         self._keep_ops = options.keep_cpu_ops
         self._last_ns = 0
         self._interned = _Interned(self.names)
@@ -149,6 +154,8 @@ class Columns:
             for event in events:
                 if type(event) is Metadata:
                     self.add_metadata(event)
+                elif isinstance(event, Arrow):
+                    self.add_arrow(event, begins=type(event) is ArrowBegin)
         return True
 
     def add_lax(self, events: Iterable[Any]) -> None:
@@ -163,6 +170,8 @@ class Columns:
                     rows.append(row)
             elif event.ph == "M":
                 self.add_metadata(event)
+            elif event.ph in ("s", "f"):
+                self.add_arrow(event, begins=event.ph == "s")
         if rows:
             table = np.array(rows, dtype=np.int64)
             self.add_block({c: table[:, i] for i, c in enumerate(COLUMNS)}, len(rows))
@@ -179,10 +188,12 @@ class Columns:
         if kept == 0:
             return
         self._last_ns = max(self._last_ns, int(block["start_ns"].max()))
-        if not self.on_device and np.isin(block["cat"], _DEVICE_SEEN).any():
-            self.on_device = True
+        decided = self.on_device and self.numbered
+        self.on_device = self.on_device or bool(np.isin(block["cat"], _DEVICE_SEEN).any())
+        self.numbered = self.numbered or bool((block["sequence"] >= 0).any())
+        if self.on_device and self.numbered and not decided:
             self._held.keep(self._used(self._held.columns()))
-        used = self._used(block)
+        used = self._used(block) if self.on_device and self.numbered else block
         if len(used["cat"]):
             self._held.add(used)
 
@@ -193,6 +204,16 @@ class Columns:
             text = event.args.name if event.name == "process_name" else event.args.labels
             self.processes[pid] = f"{self.processes.get(pid, '')} {text}".strip()
 
+    def add_arrow(self, event: Any, *, begins: bool) -> None:
+        """One end of an arrow; those from forward to backward are kept as long as no event has a sequence number."""
+        if self.numbered or event.cat not in ARROWS:
+            return
+        exact = type(event.ts) is Decimal
+        number, thread = integer(event.id, -INT64), integer(event.tid, -INT64)
+        when = nanoseconds(float(event.ts) if exact else event.ts)
+        if number != -INT64 and thread != -INT64 and when is not None:
+            self._arrows.append((number, int(begins), thread, when))
+
     # --- out -------------------------------------------------------------------------------------------------
 
     def last_us(self) -> int:
@@ -200,9 +221,13 @@ class Columns:
 
     def build(self, head: dict[str, Any]) -> Scan:
         """All that was collected."""
+        arrows = [] if self.numbered else self._arrows
+        if self.on_device and not self.numbered and not arrows:
+            self._held.keep(self._used(self._held.columns()))
         columns = {name: _narrowed(name, column) for name, column in self._held.columns().items()}
         scan = Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
         scan.dropped, scan.lost = self._reasons(), self.lost
+        scan.arrows = np.array(arrows, dtype=np.int64).reshape(-1, 4)
         return scan
 
     def notices(self) -> list[Notice]:
@@ -269,7 +294,7 @@ class Columns:
         return found
 
     def _used(self, block: Block) -> Block:
-        if self._keep_ops or not self.on_device:
+        if self._keep_ops:
             return block
         idle = (block["cat"] == Cat.CPU_OP) & (block["sequence"] < 0) & (block["comm"] < 0)
         keep = ~idle | self._telling()[block["name"]]
@@ -339,7 +364,7 @@ def _large_ns(us: list[Any]) -> Int | None:
     if any(type(v) is float for v in us):
         return None
     found = [v * 1000 for v in us]
-    return np.array([ns if -INT64 < ns < INT64 else INT64 for ns in found], dtype=np.int64)
+    return np.array([ns if -MAX_NS < ns < MAX_NS else INT64 for ns in found], dtype=np.int64)
 
 
 def _fits(values: NDArray[Any]) -> bool:

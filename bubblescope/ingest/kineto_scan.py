@@ -24,7 +24,7 @@ from bubblescope.ingest.decompress import ahead, blocks
 from bubblescope.ingest.events import Scan
 from bubblescope.ingest.kineto_columns import Columns
 from bubblescope.ingest.kineto_structs import EXACT, LAX, ONE, RAW, STRICT, Event
-from bubblescope.ingest.kineto_values import EXACT_US, integer
+from bubblescope.ingest.kineto_values import EXACT_US, MAX_NS, integer
 from bubblescope.ingest.native.scanner import open_scanner
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.model import Notice
@@ -59,7 +59,12 @@ def scan_blocks(
     result = columns.build(reader.head)
     result.notices = [*(notices or []), *reader.notices()]
     result.file_ranks = reader.file_ranks
-    result.base_ns = integer(reader.head.get("baseTimeNanoseconds"), 0)
+    base = reader.head.get("baseTimeNanoseconds") or 0
+    result.base_ns = integer(base)
+    if not 0 <= result.base_ns < MAX_NS:
+        message = f"baseTimeNanoseconds is {str(base)[:40]!r}, which is no time: this rank's clock is not the others'"
+        result.notices.append(Notice("base-time-unusable", message, path))
+        result.base_ns = 0
     return result
 
 

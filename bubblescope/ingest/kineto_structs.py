@@ -11,8 +11,9 @@ from typing import Any, Union
 
 import msgspec
 
-PHASES = "BEbeniIsftCPNODRcvVSTpFGW(),"
-"""The phases of the Chrome format beside X (complete) and M (metadata), and those of its older versions."""
+PHASES = "BEbeniItCPNODRcvVSTpFGW(),"
+"""The phases of the Chrome format beside X (complete), M (metadata), s and f (arrows), and those of its older
+versions."""
 
 
 class Args(msgspec.Struct, gc=False):
@@ -47,6 +48,7 @@ class Event(msgspec.Struct, gc=False):
     tid: Any = None
     ts: Any = None
     dur: Any = None
+    id: Any = None
     args: Args | None = None
 
 
@@ -60,6 +62,7 @@ class ExactEvent(msgspec.Struct, gc=False):
     tid: Any = None
     ts: Decimal | None = None
     dur: Decimal | None = None
+    id: Any = None
     args: Args | None = None
 
 
@@ -108,11 +111,28 @@ class Metadata(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
     args: _LabelArgs | None = None
 
 
+class Arrow(msgspec.Struct, gc=False):
+    """One end of an arrow between two events."""
+
+    cat: Any = None
+    id: Any = None
+    tid: Any = None
+    ts: Any = None
+
+
+class ArrowBegin(Arrow, gc=False, tag_field="ph", tag="s"):
+    """Where it begins."""
+
+
+class ArrowEnd(Arrow, gc=False, tag_field="ph", tag="f"):
+    """Where it ends."""
+
+
 _OTHERS = tuple(
     msgspec.defstruct(f"_Phase{ord(letter)}", [], gc=False, tag_field="ph", tag=letter) for letter in PHASES
 )
 
-_UNION: Any = Union[(Complete, Metadata, *_OTHERS)]
+_UNION: Any = Union[(Complete, Metadata, ArrowBegin, ArrowEnd, *_OTHERS)]
 
 STRICT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[_UNION])
 LAX = msgspec.json.Decoder(list[Event])

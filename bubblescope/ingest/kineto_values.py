@@ -12,6 +12,8 @@ from bubblescope.ingest.events import CommArgs
 EXACT_US = float(1 << 42)
 """From this many microseconds on, a float64 is not trusted to hold the nearest nanosecond."""
 INT64 = 1 << 62
+MAX_NS = 1 << 61
+"""Times, and a base that is added to them, lie below it (the year 2043), so that no sum or difference leaves int64."""
 
 
 def integer(value: Any, otherwise: int = -1) -> int:
@@ -43,7 +45,7 @@ def nanoseconds(us: Any) -> int | None:
     if kind is int:
         ns = us * 1000
     elif kind is float:
-        if us != us or abs(us) > INT64 / 1000:
+        if us != us or abs(us) > MAX_NS / 1000:
             return None
         whole = us // 1.0
         ns = int(whole) * 1000 + round((us - whole) * 1000)
@@ -57,7 +59,7 @@ def nanoseconds(us: Any) -> int | None:
             return None
     else:
         return None
-    return ns if -INT64 < ns < INT64 else None
+    return ns if -MAX_NS < ns < MAX_NS else None
 
 
 _DTYPE_BYTES = {

@@ -17,6 +17,7 @@ import numpy as np
 
 from bubblescope.errors import InputError
 from bubblescope.ingest.events import DEVICE, Cat, CommArgs, Events, Int, Scan
+from bubblescope.ingest.kineto_values import MAX_NS
 from bubblescope.ingest.nccl_payload import Call, Payloads, call_of
 from bubblescope.ingest.nvtx_names import Domains, split_operator
 from bubblescope.ingest.options import ReadOptions
@@ -32,7 +33,6 @@ OURS = (KERNELS, NVTX, RUNTIME, "StringIds", "META_DATA_EXPORT", "TARGET_INFO_SE
 _RANGES = {"NvtxPushPopRange": 59, "NvtxStartEndRange": 60, "NvtxtPushPopRange": 70, "NvtxtStartEndRange": 71}
 _DOMAIN = {"NvtxDomainCreate": 75}
 _CHUNK = 1 << 16
-_LIMIT = 1 << 62
 
 
 @dataclass(eq=False)
@@ -141,7 +141,12 @@ class _File:
             return 0
         start = next((v for (v,) in self.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",))), None)
         shift = sum(_whole(export.get(k), 0) for k in ("EXPORT_PARAM_TIME_SHIFT", "EXPORT_CONFIG_TIME_SHIFT"))
-        return _whole(start, 0) - shift
+        base = _whole(start, 0) - shift
+        if abs(base) < MAX_NS:
+            return base
+        message = f"the session starts at {base} ns, which is no time: its clock is not that of other files"
+        self.notices.append(Notice("base-time-unusable", message, self.path))
+        return 0
 
     def name(self, *ids: Any) -> int:
         text = next((self.texts[i] for i in ids if i in self.texts), "")
@@ -249,7 +254,7 @@ class _File:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) is int and -_LIMIT < value < _LIMIT
+    return type(value) is int and -MAX_NS < value < MAX_NS
 
 
 def _whole(value: Any, otherwise: int = -1) -> int:

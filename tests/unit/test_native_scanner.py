@@ -70,6 +70,7 @@ def agree(data: bytes, options: ReadOptions = DEFAULT) -> None:
     for name in ("comms", "head", "processes", "base_ns", "file_ranks", "notices"):
         assert getattr(first, name) == getattr(second, name), name
     assert first.names.texts == second.names.texts
+    assert np.array_equal(first.arrows, second.arrows)
 
 
 @pytest.mark.skipif(not FILES, reason="../shared/data is not beside this checkout")

@@ -40,7 +40,7 @@ typedef struct {
     int8_t *cat;
     int32_t *name;
     int64_t *start, *end, *pid, *tid, *device, *stream, *corr, *sequence;
-    int64_t *aside; /* (row, from, to): NCCL arguments of a row; row -1: a metadata event */
+    int64_t *aside; /* (row, from, to): NCCL arguments of a row; row -1: a metadata event, row -2: an arrow's end */
     int64_t rows, asides;
 } Rows;
 
@@ -261,7 +261,7 @@ static inline Text microseconds(Text p, Text end, Time *out) {
     Text digits = p;
     int64_t whole = 0, fraction = 0, mantissa;
     while (p < end && is_digit(*p) && p - digits < 17) whole = whole * 10 + (*p++ - '0');
-    if (p == digits || p - digits > 16 || (*digits == '0' && p - digits > 1) || whole > 4000000000000000) return NULL;
+    if (p == digits || p - digits > 16 || (*digits == '0' && p - digits > 1) || whole > 2305843009213692) return NULL;
     if (p < end && *p == '.') {
         Text point = ++p;
         while (p < end && is_digit(*p)) {
@@ -389,7 +389,7 @@ typedef struct {
     int64_t id[IDS];
     Time ts, dur;
     Text args, args_end;
-    int comm, odd_time;
+    int comm, odd_time, arrow;
 } Event;
 
 /* Code of a category; NOT_KEPT when it has none. */
@@ -452,6 +452,9 @@ static Text arguments(Text p, Text end, Event *e) {
     }
 }
 
+/* Whether this category is of arrows from forward to backward. */
+static inline int is_arrow(Text key, int64_t length) { return IS("fwdbwd") || IS("forward_backward"); }
+
 /* The value at p of the key `which`. After it, or NULL. */
 static inline Text field(const Scanner *s, Text p, Text end, int which, Event *e) {
     int plain;
@@ -467,8 +470,10 @@ static inline Text field(const Scanner *s, Text p, Text end, int which, Event *e
             return NULL;
         else if (which == PH)
             e->ph = close - p == 2 ? p[1] : 0;
-        else
+        else {
             e->cat = category(s, p + 1, close - p - 1);
+            e->arrow = is_arrow(p + 1, close - p - 1);
+        }
         return close + 1;
     case ARGS:
         if (p < end && *p == 'n') return literal_end(p, end, "null", 4);
@@ -579,8 +584,9 @@ static int scan_array(Scanner *s, Text text, Text end, int bare, const Rows *row
         if (e.ph == 'X') {
             if (e.cat == UNKNOWN) e.cat = bare;
             if (e.cat != NOT_KEPT && !keep(s, &e, text, rows, n)) return 0;
-        } else if (e.ph == 'M' && !aside(rows, n, -1, from - text, p - text))
-            return 0;
+        } else if (e.ph == 'M' || (e.arrow && (e.ph == 's' || e.ph == 'f'))) {
+            if (!aside(rows, n, e.ph == 'M' ? -1 : -2, from - text, p - text)) return 0;
+        }
         p = skip_space(p, end);
         if (p >= end) return 0;
         if (*p == ']') return skip_space(p + 1, end) == end;

@@ -19,6 +19,7 @@ from bubblescope.ingest.native import status
 
 _WIDE = ("start_ns", "end_ns", "pid", "tid", "device", "stream", "corr", "sequence")
 _SHORTEST_ROW = 40
+_METADATA, _ARROW = -1, -2
 _ENOUGH = 1 << 14
 """Rows that are handed on at once: the work of NumPy on a few hundred costs as much as on these."""
 _DECODE = msgspec.json.Decoder(str).decode
@@ -81,8 +82,10 @@ class Scanner:
         comm = self._arrays["comm"]
         comm[before : counts.rows] = -1
         for row, found in asides:
-            if row < 0:
+            if row == _METADATA:
                 self._columns.add_metadata(found)
+            elif row == _ARROW:
+                self._columns.add_arrow(found, begins=found.ph == "s")
             elif found.collective is not None or found.group is not None:
                 comm[row] = self._columns.comm(found)
         if counts.rows >= _ENOUGH:
@@ -114,12 +117,14 @@ class Scanner:
         self._rows.rows = self._rows.asides = rows
 
     def _decoded(self, array: bytes | memoryview) -> list[tuple[int, Any]] | None:
-        """The objects that C leaves to Python: (row, NCCL arguments), (-1, metadata event)."""
+        """The objects that C leaves to Python: (row, NCCL arguments), metadata events, arrows while these matter."""
         out: list[tuple[int, Any]] = []
         found = self._arrays["aside"][: 3 * self._counts.asides].reshape(-1, 3)
         view = memoryview(array)
         try:
             for row, start, end in found.tolist():
+                if row == _ARROW and self._columns.numbered:
+                    continue
                 decode = ONE.decode if row < 0 else COMM_ARGS.decode
                 out.append((row, decode(view[start:end])))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -133,9 +138,8 @@ class Scanner:
             return
         library, handle = self._library, self._handle
         arena = library.bubblescope_arena(handle)
-        offsets = np.ctypeslib.as_array(
-            ctypes.cast(library.bubblescope_offsets(handle), ctypes.POINTER(ctypes.c_int64)), (total + 1,)
-        )[self._known :]
+        every = (ctypes.c_int64 * (total + 1)).from_address(library.bubblescope_offsets(handle))
+        offsets = np.frombuffer(every, dtype=np.int64)[self._known :]
         whole = ctypes.string_at(arena + int(offsets[0]), int(offsets[-1] - offsets[0]))
         at = (offsets - offsets[0]).tolist()
         intern = self._columns.names.intern
