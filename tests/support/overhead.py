@@ -5,10 +5,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-Pair = tuple[float, float]
-"""(seconds without hooks, seconds with them) of two steps, one after the other."""
+
+class Cost(NamedTuple):
+    """Of one step. cpu_s: of all threads of the process; other programs on the same cores do not add to it."""
+
+    wall_s: float
+    cpu_s: float
+
+
+Pair = tuple[Cost, Cost]
+"""Without hooks and with them: two steps, one after the other."""
 
 
 class Switch:
@@ -29,12 +37,12 @@ def measure_pairs(
 ) -> list[Pair]:
     """Pairs of steps of this rank, after `skip` pairs to warm up. meet: brings all ranks together before a step."""
 
-    def step(with_hooks: bool) -> float:
+    def step(with_hooks: bool) -> Cost:
         switch.set(with_hooks)
         meet()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         train()
-        return time.perf_counter() - began
+        return Cost(time.perf_counter() - began, time.process_time() - cpu)
 
     order = random.Random(5)
     found = []
