@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bubblescope.capture.steps import Event, Label
+from bubblescope.capture.steps import Event, Label, host_ns
 from bubblescope.model.kinds import Kind, Lane
 
 if TYPE_CHECKING:
@@ -189,7 +189,9 @@ class LayerTimers:
 
     def _write_backwards(self) -> None:
         """Only those that lie in a whole backward. A first layer whose input needs no gradient ends with it."""
-        backwards = [e for e in self._recorder.rule.current.events if e[0] is Lane.COMPUTE and _whole_backward(e[6][0])]
+        self._recorder.settle()
+        events = self._recorder.rule.current.events
+        backwards = [e for e in events if e[0] is Lane.COMPUTE and e[6] and _whole_backward(e[6][0])]
         unended = [(stage, name, start, None) for (stage, name, _), start in self._open.items()]
         for stage, name, start, end in (*self._backward, *unended):
             around = _around(backwards, stage, start)
@@ -240,12 +242,8 @@ def _whole_backward(label: Label) -> bool:
 
 def _around(backwards: Sequence[Event], stage: int, mark: Any) -> Event | None:
     """The backward of that stage that ran when `mark` was taken, by the host's clock."""
-    now = _host_ns(mark)
+    now = host_ns(mark)
     for event in backwards:
-        if event[6][0].stage == stage and _host_ns(event[1]) <= now <= _host_ns(event[2]):
+        if event[6][0].stage == stage and host_ns(event[1]) <= now <= host_ns(event[2]):
             return event
     return None
-
-
-def _host_ns(mark: Any) -> int:
-    return int(mark) if isinstance(mark, int) else int(mark.host_ns)

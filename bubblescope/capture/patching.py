@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -18,7 +19,7 @@ After = Callable[[Any, Any], Any]
 Abort = Callable[[Any], None]
 
 
-@dataclass
+@dataclass(slots=True)
 class Hook:
     """One patched function. `hits`: calls measured; `own_ns`: time spent in our code around them."""
 
@@ -42,12 +43,14 @@ class PatchSet:
     """All patches of one recorder.
 
     hooks: by label, those installed. refused: {label: why}, those that the installed version of a framework does
-    not allow. warnings: every warning given, in order (they are written into the recording).
+    not allow. warnings: every warning given and every fault, in order (they are written into the recording).
+    faults: how often our own code raised.
     """
 
     hooks: dict[str, Hook] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    faults: int = 0
     _patches: list[_Patch] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -68,7 +71,20 @@ class PatchSet:
     def fail(self, hook: Hook, error: BaseException) -> None:
         """Our own code raised: that hook is over, the job never notices."""
         hook.enabled = False
-        self.warn(f"hook {hook.label} failed and is off: {type(error).__name__}: {error}")
+        self.fault(f"hook {hook.label} failed and is off: {type(error).__name__}: {error}")
+
+    def fault(self, message: str) -> None:
+        """Our own code raised. The user is told of the first one; the others are counted, and recorded once each."""
+        self.faults += 1
+        if self.faults == 1:
+            self.warn(message)
+        elif message not in self.warnings:
+            self.warnings.append(message)
+
+    def tell_faults(self) -> None:
+        """At the end: how many there were, when there were more than the one that was told."""
+        if self.faults > 1:
+            log.warning("bubblescope: %d faults of its own in all; the recording names them", self.faults)
 
     def around(
         self,
@@ -110,6 +126,13 @@ class PatchSet:
         (unless None) replaces the result. abort: called with the token instead, when the original raised.
         An exception of the original passes through unchanged; one of ours disables the hook.
         """
+        bound = self.bind(owner, name, label, needs, optional)
+        return None if bound is None else _wrapper(bound, self.fail, before, after, abort)
+
+    def bind(
+        self, owner: Any, name: str, label: str, needs: Sequence[str], optional: Mapping[str, Any] | None = None
+    ) -> Bound | None:
+        """What a wrapper of ``owner.name`` needs to know; None when its signature does not allow one."""
         original = getattr(owner, name, None)
         if not callable(original):
             self.refuse(label, f"{_owner_name(owner)} has no {name}")
@@ -118,7 +141,7 @@ class PatchSet:
         if arguments is None:
             self.refuse(label, f"{_owner_name(owner)}.{name} has no parameter {' or '.join(needs)}")
             return None
-        return _wrapper(original, self.hook(label), self.fail, arguments, before, after, abort)
+        return Bound(original, self.hook(label), arguments)
 
     def replace(self, owner: Any, name: str, replacement: Any) -> None:
         """Set ``owner.name``, remembering what was there."""
@@ -154,19 +177,35 @@ def _owner_name(owner: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Arguments:
-    """How to read the wanted arguments from a call. wanted: (name, position, default). leading: how many of them
-    are the function's first parameters in order, when all are (then a call by position needs no looking up)."""
+class Arguments:
+    """How to read the wanted arguments from a call. wanted: (name, position, default).
+
+    take: reads them from the tuple of arguments by position, when there are at least `enough`; it runs no Python
+    code. `pick` reads them from any call.
+    """
 
     wanted: tuple[tuple[str, int, Any], ...]
-    leading: int
+    enough: int
+    take: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
     def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         given = len(args)
-        return [args[i] if i < given else kwargs.get(name, default) for name, i, default in self.wanted]
+        values = []
+        for name, i, default in self.wanted:
+            values.append(args[i] if i < given else kwargs.get(name, default))
+        return values
 
 
-def _arguments(original: Callable[..., Any], needs: Sequence[str], optional: Mapping[str, Any]) -> _Arguments | None:
+@dataclass(frozen=True)
+class Bound:
+    """A function that can be wrapped, its hook, and how to read its calls."""
+
+    original: Callable[..., Any]
+    hook: Hook
+    arguments: Arguments
+
+
+def _arguments(original: Callable[..., Any], needs: Sequence[str], optional: Mapping[str, Any]) -> Arguments | None:
     """None when a needed argument is not in the signature."""
     parameters: Mapping[str, inspect.Parameter] = {}
     with contextlib.suppress(TypeError, ValueError):  # builtins may have no signature
@@ -183,22 +222,34 @@ def _arguments(original: Callable[..., Any], needs: Sequence[str], optional: Map
         default = None if parameter.default is inspect.Parameter.empty else parameter.default
         by_position = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
         wanted.append((name, list(parameters).index(name) if by_position else nowhere, default))
-    in_order = [i for _, i, _ in wanted] == list(range(len(wanted)))
-    return _Arguments(tuple(wanted), len(wanted) if in_order else nowhere)
+    places = [i for _, i, _ in wanted]
+    return Arguments(tuple(wanted), 1 + max(places, default=-1), _taker(places))
+
+
+def _taker(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes the items at these places.
+
+    >>> _taker([0, 1])("abcd"), _taker([0, 3])("abcd"), _taker([2])("abcd"), _taker([])("abcd")
+    ('ab', ('a', 'd'), 'c', '')
+    """
+    if places == list(range(len(places))):
+        return operator.itemgetter(slice(len(places)))
+    if len(places) == 1:  # by its place alone it would be bare
+        return operator.itemgetter(slice(places[0], places[0] + 1))
+    return operator.itemgetter(*places)
 
 
 def _wrapper(
-    original: Callable[..., Any],
-    hook: Hook,
+    bound: Bound,
     fail: Callable[[Hook, BaseException], None],
-    arguments: _Arguments,
     before: Before,
     after: After,
     abort: Abort | None,
 ) -> Callable[..., Any]:
     """One function rather than several small ones: it runs in every hook, mostly with cold caches, where each
     further Python frame costs a microsecond."""
-    leading, pick = arguments.leading, arguments.pick
+    original, hook = bound.original, bound.hook
+    enough, take, pick = bound.arguments.enough, bound.arguments.take, bound.arguments.pick
     clock = perf_counter_ns
 
     @functools.wraps(original)
@@ -208,7 +259,7 @@ def _wrapper(
         entered = clock()
         token = None
         try:
-            token = before(*args[:leading]) if len(args) >= leading else before(*pick(args, kwargs))
+            token = before(*(take(args) if len(args) >= enough else pick(args, kwargs)))
         except Exception as error:  # whatever it is, it is ours, and must not reach the job
             fail(hook, error)
         if token is None:

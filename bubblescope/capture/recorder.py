@@ -23,15 +23,12 @@ from typing import Any
 from bubblescope.capture import environment, hooks, messages
 from bubblescope.capture.hostclocks import HostClocks
 from bubblescope.capture.patching import PatchSet, log
-from bubblescope.capture.steps import Label, StepBuffer, StepRule, columns
+from bubblescope.capture.steps import MAX_EVENTS, Label, StepBuffer, StepRule, columns
 from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
 from bubblescope.capture.writer import SCHEMA_VERSION, RankWriter, write_job_file
 from bubblescope.errors import UsageError
 from bubblescope.model import checks
 from bubblescope.model.kinds import FROM_SHORT, Kind, Lane
-
-MAX_EVENTS = 100_000
-"""Events kept of one step (some 200 bytes each); more are dropped and counted."""
 
 _HOST_LANES = (Lane.HOST, Lane.RANGE)
 
@@ -79,6 +76,7 @@ class Recorder:
         self.recorded_steps = 0
         self._clock = environment.clock_anchor()
         self._lock = threading.RLock()
+        self._drop_lock = threading.Lock()  # of its own: the writer's thread takes it while `stop` waits for that
         self._timer: Timer | None = None
         # Hooks read `rule.current.sampled` (whether the open step is recorded at all) and call `mark` (now, on the
         # device's timeline; None before the device is known). Attributes, because every hook needs them.
@@ -126,7 +124,8 @@ class Recorder:
         try:
             self._finish(error)
         except Exception as problem:  # ours; a job that ends must end as it would without us
-            self.patches.warn(f"the end of the recording was lost: {type(problem).__name__}: {problem}")
+            self.patches.fault(f"the end of the recording was lost: {type(problem).__name__}: {problem}")
+        self.patches.tell_faults()
 
     def _finish(self, error: str) -> None:
         with self._lock:
@@ -135,6 +134,7 @@ class Recorder:
             if self._timer is not None:
                 for buffer in self._timer.drain(wait_s=2.0):
                     self._submit(buffer)
+                self._drop_all(self._timer.dropped())
             if self.options.launched and not self.writer.started:
                 return  # this process ran no pipeline
             if not self._start_writer():
@@ -156,7 +156,7 @@ class Recorder:
 
     def adopt(self) -> None:
         """In a forked child of a process that was launched and ran no pipeline: this one may be the rank."""
-        self._lock = threading.RLock()
+        self._lock, self._drop_lock = threading.RLock(), threading.Lock()
         self.rule.current.events.clear()
 
     def ending(self) -> None:
@@ -166,10 +166,10 @@ class Recorder:
 
     # ---- what hooks ask
 
-    def add(self, lane: Lane, start: Any, end: Any, labels: tuple[Label, ...], host_end_ns: int = -1) -> None:
-        """Record one interval, a row for each label. start, end: from `mark`, or host ns for the lanes HOST and
-        RANGE. host_end_ns: when the host's call ended, where `end` is not that moment. Called in every hook:
-        appending to a list needs no lock."""
+    def add(self, lane: Lane, start: Any, end: Any, labels: tuple[Any, ...], host_end_ns: int = -1) -> None:
+        """Record one interval, a row for each label (see `Event`). start, end: from `mark`, or host ns for the lanes
+        HOST and RANGE. host_end_ns: when the host's call ended, where `end` is not that moment. Called in every
+        hook: appending to a list needs no lock."""
         if start is None or end is None:
             return
         buffer = self.rule.current
@@ -180,8 +180,20 @@ class Recorder:
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count rows that were lost, for the next line."""
-        with self._lock:
+        with self._drop_lock:
             self._dropped[reason] = self._dropped.get(reason, 0) + count
+
+    def _drop_all(self, counts: dict[str, int]) -> None:
+        for reason, count in counts.items():
+            self.drop(reason, count)
+
+    def settle(self) -> None:
+        """Give the open step's events the labels that hooks left for later."""
+        self.rule.current.settle(self._label_failed)
+
+    def _label_failed(self, error: Exception) -> None:
+        self.patches.fault(f"rows without a label were lost: {type(error).__name__}: {error}")
+        self.drop("no-label")
 
     def use_device(self, device_type: str, device_index: int) -> None:
         """The pipeline's work runs on that device: its kind of clock is used from now on."""
@@ -226,6 +238,7 @@ class Recorder:
     def schedule_ends(self, failed: bool = False) -> None:
         """The schedule call returned, or raised."""
         with self._lock:
+            self.settle()
             if not failed:
                 self.rule.schedule_ends()
 
@@ -251,9 +264,13 @@ class Recorder:
     def _close_step(self, buffer: StepBuffer) -> None:
         if not buffer.sampled or not buffer.events:
             return
+        buffer.settle(self._label_failed)
         buffer.chunks = self._chunks
         buffer.device = 0 if self._timer is None else self._timer.device_index
-        ready = [buffer] if self._timer is None else self._timer.close(buffer)
+        ready = [buffer]
+        if self._timer is not None:
+            ready = self._timer.close(buffer)
+            self._drop_all(self._timer.dropped())
         for finished in ready:
             self._submit(finished)
         if not buffer.evaluation and not buffer.partial:
@@ -265,31 +282,42 @@ class Recorder:
     def _submit(self, buffer: StepBuffer) -> None:
         if not self._start_writer():
             return
-        line = partial(_step_line, buffer, self._account())
-        if not self.writer.submit(line):
+        if not self.writer.submit(partial(self._step_line, buffer)):
             self.drop("queue-full", len(buffer.events))
 
-    def _account(self) -> dict[str, Any]:
-        """What happened since the last line: hook hits, losses, own time, warnings."""
-        hits, own = {}, 0
-        for label, hook in self.patches.hooks.items():
-            own += hook.own_ns
-            if hook.hits != self._hits.get(label, 0):
-                hits[label] = hook.hits - self._hits.get(label, 0)
-                self._hits[label] = hook.hits
-        spent, self._own_ns = own - self._own_ns, own
+    def _step_line(self, buffer: StepBuffer) -> dict[str, Any]:
+        """Built on the writer's thread, as the other lines are: the training waits for none of it."""
+        flags = {name: True for name in ("warmup", "partial") if getattr(buffer, name)}
+        if buffer.evaluation:
+            flags["eval"] = True
         return {
-            "hits": hits,
-            "own_ns": spent,
+            "kind": "step",
+            "step": buffer.index,
+            **flags,
+            **columns(buffer),
+            **self._since_last_line(),
             "clock": (perf_counter_ns(), time.time_ns()),
             "timing": "host" if self._timer is None or self._timer.device_type != "cuda" else "events",
             **self._losses(),
+            **buffer.extra,
         }
 
+    def _since_last_line(self) -> dict[str, Any]:
+        """Hook hits, and the time that they took."""
+        hits, own = {}, 0
+        for label, hook in list(self.patches.hooks.items()):
+            own += hook.own_ns
+            now = hook.hits
+            if now != self._hits.get(label, 0):
+                hits[label] = now - self._hits.get(label, 0)
+                self._hits[label] = now
+        spent, self._own_ns = own - self._own_ns, own
+        return {"hits": hits, "own_ns": spent}
+
     def _losses(self) -> dict[str, Any]:
-        dropped, self._dropped = self._dropped, {}
-        for reason, count in (self._timer.dropped() if self._timer is not None else {}).items():
-            dropped[reason] = dropped.get(reason, 0) + count
+        """What was dropped, and the warnings given, since the last line."""
+        with self._drop_lock:
+            dropped, self._dropped = self._dropped, {}
         warnings = self.patches.warnings[self._told :]
         self._told += len(warnings)
         made: dict[str, Any] = {}
@@ -361,13 +389,6 @@ def _stop_before_workers_exit(stop: Callable[[], None]) -> None:
 
 def _layout_line(layout: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "layout", **layout}
-
-
-def _step_line(buffer: StepBuffer, account: dict[str, Any]) -> dict[str, Any]:
-    flags = {name: True for name in ("warmup", "partial") if getattr(buffer, name)}
-    if buffer.evaluation:
-        flags["eval"] = True
-    return {"kind": "step", "step": buffer.index, **flags, **columns(buffer), **account, **buffer.extra}
 
 
 # ---- the one recorder of this process, and the public functions

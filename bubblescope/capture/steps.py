@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from bubblescope.model.kinds import SHORT, Kind, Lane
 
+MAX_EVENTS = 100_000
+"""Events kept of one step (some 200 bytes each); more are dropped and counted."""
+
 UNDECIDED_CALLS = 16
 """So many schedule calls without any optimizer step mean that this job has none we can see."""
 
@@ -28,16 +31,22 @@ class Label(NamedTuple):
     seq: int = -1
 
 
-Event = tuple[Lane, Any, Any, int, int, int, tuple[Label, ...]]
+Event = tuple[Lane, Any, Any, int, int, int, tuple[Any, ...]]
 """(lane, start, end, host_start_ns, host_end_ns, offset, labels): one interval; a row for each label, as the
 messages of one call share it. A bare tuple: hooks make one in every call.
 
 start, end: integer ns, or the device marks that will become them. host_start_ns, host_end_ns: the host's own times,
 -1 on CPU ranks (there they equal start and end). offset: of its schedule call's micro-batches in the step.
+labels: `Label`s; until `StepBuffer.settle` they may be (function, its arguments) that makes them.
 """
 
 
-@dataclass
+def host_ns(mark: Any) -> int:
+    """The host's time of a mark of any timer."""
+    return int(mark if isinstance(mark, int) else mark.host_ns)
+
+
+@dataclass(slots=True)
 class StepBuffer:
     """What one step collected. index: step number, -1 for evaluation.
 
@@ -59,6 +68,24 @@ class StepBuffer:
     device: int = 0
     chunks: dict[int, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    settled: int = 0
+
+    def settle(self, failed: Callable[[Exception], None]) -> None:
+        """Make the labels that hooks left for later: in one go, while caches are warm. Called when a schedule call
+        ends, so that nothing of the job is kept beyond it. failed: called with what one of them raised; that event
+        then has none."""
+        events = self.events
+        for i in range(self.settled, len(events)):
+            labels = events[i][6]
+            if not labels or not callable(labels[0]):
+                continue
+            try:
+                made = labels[0](*labels[1])
+            except Exception as error:  # ours, and the job is about to go on
+                failed(error)
+                made = ()
+            events[i] = (*events[i][:6], made)
+        self.settled = len(events)
 
 
 _KIND_TEXT = [SHORT.get(kind, kind.name) for kind in sorted(Kind)]

@@ -36,6 +36,9 @@ class FakeRecorder:
     def add(self, lane: Lane, start: int, end: int, labels: tuple[Label, ...], host_end_ns: int = -1) -> None:
         self.rule.current.events.append((lane, start, end, -1, host_end_ns, 0, labels))
 
+    def settle(self) -> None:
+        self.rule.current.settle(self.patches.warn)
+
     def rows(self, letter: str) -> list[tuple[str, float]]:
         """(name, seconds) of the timed layers."""
         found = [(e[6][0].name, (e[2] - e[1]) * 1e-9) for e in self.rule.current.events if e[0] is Lane.RANGE]

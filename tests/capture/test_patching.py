@@ -91,6 +91,17 @@ def test_a_fault_of_ours_turns_the_hook_off_with_one_warning(where: str, caplog:
     assert len(patches.warnings) == 1
 
 
+def test_of_several_faults_the_user_is_told_the_first_and_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    patches = PatchSet()
+    with caplog.at_level(logging.WARNING, "bubblescope"):
+        for number in (1, 2, 3):
+            patches.fail(patches.hook(f"hook {number}"), ZeroDivisionError("ours"))
+        patches.tell_faults()
+    assert ["hook 1" in r.getMessage() for r in caplog.records] == [True, False]
+    assert "3 faults" in caplog.records[1].getMessage()
+    assert len(patches.warnings) == 3  # the recording has them all
+
+
 @pytest.mark.parametrize(("name", "needs"), [("absent", ()), ("work", ("self", "chunk_id"))])
 def test_what_this_version_lacks_is_refused_and_reported(name: str, needs: tuple[str, ...]) -> None:
     patches = PatchSet()

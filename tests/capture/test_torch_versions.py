@@ -4,21 +4,37 @@ directly), 2.14 (a Work may be None), coalesced batches (one Work for several me
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bubblescope.capture.hooks import torch_pipelining
 from bubblescope.capture.hooks.torch_pipelining import _hook_messages, _Messages
 from bubblescope.capture.recorder import Recorder
-from bubblescope.capture.steps import Label
-from bubblescope.model import Kind, Lane
+from bubblescope.model import Lane
+
+
+class FirstStage:
+    """Of two, on ranks 0 and 1."""
+
+    stage_index = 0
+    num_stages = 2
+    stage_index_to_group_rank = (0, 1)
+    group = SimpleNamespace(group_name="pp")
+
+
+FIRST = FirstStage()
 
 
 class Op:
     """A P2POp that the stage's hook has marked."""
 
+    peer = 1
+    tensor = SimpleNamespace(nbytes=32)
+
     def __init__(self, number: int) -> None:
-        self._bubblescope = Label(Kind.SEND, 0, number, "act", 1, 32, "pp", number)
+        self._bubblescope = ("send", "act", FIRST, number, 0)
 
 
 class Work:
@@ -34,7 +50,8 @@ class Work:
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Recorder:
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(torch_pipelining, "_ranks", lambda group: [0, 1])
     made = Recorder(tmp_path)
     made.use_device("cpu", 0)
     made.running = True
@@ -66,6 +83,7 @@ def hooked(recorder: Recorder, answer: Any, with_wait: bool = True) -> Any:
 
 
 def rows(recorder: Recorder) -> list[tuple[Lane, list[int]]]:
+    recorder.settle()
     return [(event[0], [label.microbatch for label in event[6]]) for event in recorder.rule.current.events]
 
 

@@ -339,14 +339,14 @@ def _arm_kill(run: SleepRun, rank: int, step: int, schedule: Any) -> None:
 
 
 def _break_a_hook() -> None:
-    """Make our own code raise in each forward and each post."""
+    """Make our own code raise in each wait, and for each forward when the schedule call has ended."""
     from bubblescope.capture.hooks import torch_pipelining
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("made to raise")
 
-    torch_pipelining._Guard.leave = broken  # type: ignore[method-assign]
-    torch_pipelining._Messages.post_begins = broken  # type: ignore[method-assign]
+    torch_pipelining._forward = broken
+    torch_pipelining._Messages.waited_for = broken  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from bubblescope.capture.steps import Event, Label
+from bubblescope.capture.steps import MAX_EVENTS, Event, Label, host_ns
 from bubblescope.model.kinds import Kind, Lane
 
 if TYPE_CHECKING:
@@ -28,18 +29,90 @@ def rest_of(events: Sequence[Event], start: Any, end: Any) -> list[tuple[Any, An
     parts: list[tuple[Any, Any]] = []
     reached = end
     for event in reversed(events):
-        if event[0] not in _DEVICE_LANES or _time(event[2]) > _time(reached) or _time(event[1]) < _time(start):
+        if event[0] not in _DEVICE_LANES or host_ns(event[2]) > host_ns(reached) or host_ns(event[1]) < host_ns(start):
             continue
-        if _time(event[2]) < _time(reached):
+        if host_ns(event[2]) < host_ns(reached):
             parts.append((event[2], reached))
         reached = event[1]
-    if _time(reached) > _time(start):
+    if host_ns(reached) > host_ns(start):
         parts.append((start, reached))
     return parts[::-1]
 
 
-def _time(mark: Any) -> int:
-    return int(mark if isinstance(mark, int) else mark.host_ns)
+def timed(
+    recorder: Recorder,
+    owner: Any,
+    name: str,
+    label: str,
+    lane: Lane,
+    labels: Callable[..., tuple[Label, ...]],
+    *,
+    needs: Sequence[str],
+    optional: Mapping[str, Any] | None = None,
+    choose: Callable[..., tuple[Any, ...] | None] | None = None,
+    opens: Callable[..., None] | None = None,
+) -> bool:
+    """Record each call of ``owner.name`` as one interval; False when its signature does not allow it.
+
+    In the call only the time and the values of `needs` and `optional` are noted, in one frame and with few objects:
+    mostly caches are cold there, and what touches them is all that it costs.
+
+    labels: called with the values when the schedule call has ended; () for none. choose: called with the values in
+    the call; what it returns stands for them (values that must not be kept so long), None leaves this call alone.
+    opens: called with the values when the open step has had no work yet.
+    """
+    bound = recorder.patches.bind(owner, name, label, needs, optional)
+    if bound is None:
+        return False
+    original, hook = bound.original, bound.hook
+    enough, take, pick = bound.arguments.enough, bound.arguments.take, bound.arguments.pick
+    fail, rule, clock = recorder.patches.fail, recorder.rule, perf_counter_ns
+    running: list[tuple[Any, ...]] = []
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not hook.enabled:
+            return original(*args, **kwargs)
+        values: tuple[Any, ...] | None = None
+        start = None
+        try:
+            entered = clock()
+            values = take(args) if len(args) >= enough else tuple(pick(args, kwargs))
+            here = rule.current
+            if opens is not None and (here.optimizer_seen or not here.busy):
+                opens(*values)
+                here = rule.current
+            if here.sampled:
+                if choose is not None:
+                    values = choose(*values)
+                if values is not None and not (running and values in running):
+                    start = recorder.mark()
+        except Exception as error:  # whatever it is, it is ours, and must not reach the job
+            fail(hook, error)
+        if start is None or values is None:
+            return original(*args, **kwargs)
+        running.append(values)
+        began = clock()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            running.remove(values)
+        try:
+            ended = clock()
+            end = ended if isinstance(start, int) else recorder.mark()
+            here = rule.current
+            if len(here.events) >= MAX_EVENTS:
+                recorder.drop("events-per-step")
+            elif end is not None:
+                here.events.append((lane, start, end, -1, -1, here.offset, (labels, values)))
+            hook.hits += 1
+            hook.own_ns += began - entered + clock() - ended
+        except Exception as error:  # as above
+            fail(hook, error)
+        return result
+
+    recorder.patches.replace(owner, name, wrapper)
+    return True
 
 
 class Enclosing:
@@ -82,7 +155,7 @@ class Enclosing:
 class TimedWork:
     """Stands in for a `Work` that the framework waits for later, and records that wait."""
 
-    def __init__(self, recorder: Recorder, work: Any, labels: tuple[Label, ...]) -> None:
+    def __init__(self, recorder: Recorder, work: Any, labels: tuple[Any, ...]) -> None:
         self._recorder = recorder
         self._work = work
         self._labels = labels

@@ -13,8 +13,10 @@ import weakref
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from bubblescope.capture.hooks.shared import TimedWork, timed
 from bubblescope.capture.hooks.torch_common import group_name
 from bubblescope.capture.layers import LayerTimers
+from bubblescope.capture.messages import message_number
 from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
 
@@ -33,7 +35,6 @@ SCHEDULES = {
 }
 """torch's class name → our schedule name; other classes are "custom"."""
 
-_TENSORS_PER_MESSAGE = 64
 _MAX_LABELS = 20_000
 
 
@@ -60,101 +61,52 @@ def install(recorder: Recorder) -> None:
 # ---- compute
 
 
-_KINDS = {
-    "F": Kind.FORWARD,
-    "B": Kind.BACKWARD,
-    "I": Kind.BACKWARD_INPUT,
-    "W": Kind.BACKWARD_WEIGHT,
-    "W, full": Kind.BACKWARD_WEIGHT,
-    "loss": Kind.LOSS,
-    "reduce": Kind.OTHER,
-}
-_NAMES = {"W, full": "full backward", "reduce": "reduce_grad"}
-
-
-_Key = tuple[str, int, int]
-_Running = tuple[_Key, Any]
-"""(what, stage, micro-batch) of an operation that is running, and its start mark. Bare tuples that begin with a text:
-making a NamedTuple, and hashing an enum, run Python code in every hook."""
-
-
-class _Guard:
-    """Refuses an operation that is already running in an outer call (an override that calls super)."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._running: set[_Key] = set()
-        self._labels: dict[_Key, tuple[Label, ...]] = {}
-
-    def enter(self, key: _Key) -> _Running | None:
-        if key in self._running:
-            return None
-        self._running.add(key)
-        return key, self._recorder.mark()
-
-    def abort(self, op: _Running) -> None:
-        self._running.discard(op[0])
-
-    def leave(self, op: _Running, result: Any) -> None:
-        end = self._recorder.mark()
-        key, start = op
-        self._running.discard(key)
-        labels = self._labels.get(key)
-        if labels is None:
-            what, stage, microbatch = key
-            labels = self._labels[key] = (Label(_KINDS[what], stage, microbatch, _NAMES.get(what, "")),)
-        self._recorder.add(Lane.COMPUTE, start, end, labels)
-
-
 def _hook_compute(recorder: Recorder, base: Any, schedule: Any) -> None:
-    guard = _Guard(recorder)
-    rule, enter = recorder.rule, guard.enter
+    measure = functools.partial(timed, recorder, lane=Lane.COMPUTE)
 
-    def forward(stage: Any, microbatch: int) -> _Running | None:
+    def begins(stage: Any, microbatch: int) -> None:
         if not recorder.device_known:
             recorder.use_device(*_device(stage))
-        if rule.current.optimizer_seen or not rule.current.busy:
-            recorder.forward_begins()
-        return enter(("F", stage.stage_index, microbatch)) if rule.current.sampled else None
+        recorder.forward_begins()
 
-    def backward(stage: Any, microbatch: int, full: bool) -> _Running | None:
-        if not rule.current.sampled or not stage.has_backward:
-            return None
-        return enter(("B" if full else "I", stage.stage_index, microbatch))
+    one = ("self", "bwd_chunk_id")
+    measure(base, "forward_one_chunk", "forward", labels=_forward, needs=("self", "fwd_chunk_id"), opens=begins)
+    measure(base, "backward_one_chunk", "backward", labels=_backward, needs=one, optional={"full_backward": True})
+    measure(base, "backward_weight_one_chunk", "weight", labels=_weight, needs=one)
+    reduce = "perform_reduce_grad" if hasattr(base, "perform_reduce_grad") else "scale_grads"
+    measure(base, reduce, "reduce_grad", labels=_reduce, needs=("self",))
+    measure(schedule, "_maybe_compute_loss", "loss", labels=_loss, needs=("self", "stage", "mb_index"))
 
-    def weight(stage: Any, microbatch: int) -> _Running | None:
-        if not rule.current.sampled or not stage.has_backward:
-            return None
-        # On the first stage torch does nothing for I and the whole backward for W, unless dW is the user's own.
-        whole = stage.is_first and getattr(stage, "dw_builder", None) is None
-        return enter(("W, full" if whole else "W", stage.stage_index, microbatch))
 
-    def reduce(stage: Any) -> _Running | None:
-        if not rule.current.sampled or not stage.has_backward:
-            return None
-        return enter(("reduce", stage.stage_index, -1))
+def _forward(stage: Any, microbatch: int) -> tuple[Label, ...]:
+    return _labels(Kind.FORWARD, stage.stage_index, microbatch)
 
-    def loss(owner: Any, stage: Any, microbatch: int) -> _Running | None:
-        if not rule.current.sampled or not stage.is_last or owner._loss_fn is None:
-            return None
-        return enter(("loss", stage.stage_index, microbatch))
 
-    around = functools.partial(recorder.patches.around, after=guard.leave, abort=guard.abort)
-    around(base, "forward_one_chunk", "forward", needs=("self", "fwd_chunk_id"), before=forward)
-    around(
-        base,
-        "backward_one_chunk",
-        "backward",
-        needs=("self", "bwd_chunk_id"),
-        optional={"full_backward": True},
-        before=backward,
-    )
-    around(base, "backward_weight_one_chunk", "weight", needs=("self", "bwd_chunk_id"), before=weight)
-    if hasattr(base, "perform_reduce_grad"):
-        around(base, "perform_reduce_grad", "reduce_grad", needs=("self",), before=reduce)
-    else:
-        around(base, "scale_grads", "reduce_grad", needs=("self",), before=reduce)
-    around(schedule, "_maybe_compute_loss", "loss", needs=("self", "stage", "mb_index"), before=loss)
+def _backward(stage: Any, microbatch: int, full: bool) -> tuple[Label, ...]:
+    if not stage.has_backward:
+        return ()
+    return _labels(Kind.BACKWARD if full else Kind.BACKWARD_INPUT, stage.stage_index, microbatch)
+
+
+def _weight(stage: Any, microbatch: int) -> tuple[Label, ...]:
+    if not stage.has_backward:
+        return ()
+    # On the first stage torch does nothing for I and the whole backward for W, unless dW is the user's own.
+    whole = stage.is_first and getattr(stage, "dw_builder", None) is None
+    return _labels(Kind.BACKWARD_WEIGHT, stage.stage_index, microbatch, "full backward" if whole else "")
+
+
+def _reduce(stage: Any) -> tuple[Label, ...]:
+    return _labels(Kind.OTHER, stage.stage_index, -1, "reduce_grad") if stage.has_backward else ()
+
+
+def _loss(owner: Any, stage: Any, microbatch: int) -> tuple[Label, ...]:
+    computed = stage.is_last and owner._loss_fn is not None
+    return _labels(Kind.LOSS, stage.stage_index, microbatch) if computed else ()
+
+
+def _labels(kind: Kind, stage: int, microbatch: int, name: str = "") -> tuple[Label, ...]:
+    return (Label(kind, stage, microbatch, name),)
 
 
 def _device(stage: Any) -> tuple[str, int]:
@@ -165,46 +117,44 @@ def _device(stage: Any) -> tuple[str, int]:
 # ---- messages
 
 
+_Note = tuple[str, str, Any, int, int]
+"""What the stage that built a P2P operation knows of it: (end, direction, stage, micro-batch, index to that peer)."""
+
+_Carried = list[tuple[_Note, int, int]]
+"""Operations that were posted: their notes, peers and bytes."""
+
+
 class _Messages:
-    """What P2P operations carry: noted when the stage builds them, used when they are posted and waited for."""
+    """What P2P operations carry: noted when the stage builds them, used when they are posted and waited for.
+
+    in_flight: {id of the list of works that posting returned: (that list, which keeps the id theirs, its length then,
+    what they carry)}.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._in_flight: dict[int, tuple[Any, tuple[Label, ...]]] = {}
-        self._inside = threading.local()
+        self.in_flight: dict[int, tuple[list[Any], int, _Carried]] = {}
+        self._apart: dict[int, tuple[Any, _Carried]] = {}
         self._pipelines: weakref.WeakKeyDictionary[Any, tuple[Any, list[int], str]] = weakref.WeakKeyDictionary()
         self._labels: dict[tuple[Any, ...], Label] = {}
 
-    def note(self, kind: Kind, direction: str, call: tuple[Any, int], ops: Any) -> None:
-        """The stage built `ops` for one micro-batch: write on each what it carries."""
-        stage, microbatch = call
-        end = "send" if kind is Kind.SEND else "recv"
-        seen: dict[int, int] = {}
-        for op in ops:
-            peer = op.peer
-            index = seen[peer] = seen.get(peer, -1) + 1
-            key = (end, direction, stage.stage_index, microbatch, peer, op.tensor.nbytes, index, id(stage))
+    def labels(self, carried: _Carried) -> tuple[Label, ...]:
+        """For rows of a post or a wait, when the schedule call has ended."""
+        made = []
+        for (end, direction, stage, microbatch, index), peer, size in carried:
+            key = (end, direction, stage.stage_index, microbatch, peer, size, index, id(stage))
             label = self._labels.get(key)
             if label is None:
-                label = self._labels[key] = self._label(kind, direction, stage, microbatch, op, index)
-            op._bubblescope = label
+                label = self._labels[key] = self._label(end, direction, stage, microbatch, index, peer, size)
+            made.append(label)
+        return tuple(made)
 
-    def _label(self, kind: Kind, direction: str, stage: Any, microbatch: int, op: Any, index: int) -> Label:
-        """`seq` numbers the message so that both ends compute the same."""
+    def _label(self, end: str, direction: str, stage: Any, microbatch: int, index: int, peer: int, size: int) -> Label:
         ranks, group = self._pipeline(stage)
-        peer = int(op.peer)
-        consumer = stage.stage_index if kind is Kind.RECV else _consumer(stage, direction, peer, ranks)
-        seq = ((microbatch * stage.num_stages + consumer) * 2 + (direction == "grad")) * _TENSORS_PER_MESSAGE
-        return Label(
-            kind,
-            stage.stage_index,
-            microbatch,
-            direction,
-            peer,
-            int(op.tensor.nbytes),
-            group,
-            seq + index % _TENSORS_PER_MESSAGE,
-        )
+        consumer = stage.stage_index if end == "recv" else _consumer(stage, direction, peer, ranks)
+        number = message_number(microbatch, consumer, stage.num_stages, direction == "grad", index)
+        kind = Kind.SEND if end == "send" else Kind.RECV
+        return Label(kind, stage.stage_index, microbatch, direction, int(peer), int(size), group, number)
 
     def _pipeline(self, stage: Any) -> tuple[list[int], str]:
         """Ranks of all stages and name of the group, kept until a schedule maps its stages anew."""
@@ -215,119 +165,127 @@ class _Messages:
             known = self._pipelines[stage] = (mapping, _stage_ranks(stage), group_name(group, _ranks(group)))
         return known[1], known[2]
 
-    def post_begins(self, ops: Any) -> tuple[Any, tuple[Label, ...]] | None:
-        if not ops or not self.recorder.rule.current.sampled or getattr(self._inside, "busy", False):
-            return None
-        carried: tuple[Label, ...] = ()
-        for op in ops:
-            label = getattr(op, "_bubblescope", None)
-            if label is not None:
-                carried += (label,)
-        if not carried:
-            return None
-        self._inside.busy = True
-        return self.recorder.mark(), carried
+    def waited_for(self, works: Any) -> tuple[_Carried] | None:
+        """What the works carry that a call is about to wait for; None when that is unknown."""
+        known = self.in_flight.get(id(works))
+        if known is not None and known[1] == len(works) and None not in works:
+            del self.in_flight[id(works)]
+            return (known[2],)
+        carried = self._waited_one_by_one(works)
+        return (carried,) if carried else None
 
-    def post_fails(self, token: Any) -> None:
-        self._inside.busy = False
-
-    def post_ends(self, token: tuple[Any, tuple[Label, ...]], works: Any) -> Any:
-        self._inside.busy = False
-        start, carried = token
-        now = perf_counter_ns()
-        # On a CPU rank posting takes the CPU's time; on a GPU rank it is a moment on the compute stream.
-        end = self.recorder.mark() if isinstance(start, int) else start
-        self.recorder.add(Lane.POST, start, end, carried, now if end is start else -1)
-        if isinstance(works, list):
-            self._follow(works, carried)
-            return None
-        return None if works is None else _TimedWork(works, self, carried)
-
-    def _follow(self, works: list[Any], carried: tuple[Label, ...]) -> None:
-        alone = len(works) == len(carried)
-        for i, work in enumerate(works):
-            if work is not None:  # the reference keeps id() from being used again
-                self._in_flight[id(work)] = (work, carried[i : i + 1] if alone else carried)
-                if not alone:
-                    break  # one work stands for the whole coalesced batch
-
-    def wait_begins(self, works: Any) -> tuple[Any, tuple[Label, ...]] | None:
-        carried: tuple[Label, ...] = ()
-        for work in works or ():
-            entry = self._in_flight.pop(id(work), None)
-            if entry is not None:
-                carried += entry[1]
-        if not carried or not self.recorder.rule.current.sampled:
-            return None
-        return self.recorder.mark(), carried
-
-    def wait_ends(self, token: tuple[Any, tuple[Label, ...]], result: Any) -> None:
-        start, carried = token
-        self.recorder.add(Lane.WAIT, start, self.recorder.mark(), carried)
+    def _waited_one_by_one(self, works: Any) -> _Carried:
+        """Of a list that the job made itself, of works that it was given."""
+        for posted, _, carried in self.in_flight.values():
+            alone = len(posted) == len(carried)
+            for i, work in enumerate(posted):
+                if work is not None:
+                    self._apart[id(work)] = (work, carried[i : i + 1] if alone else carried)
+                    if not alone:
+                        break  # one work stands for the whole coalesced batch
+        self.in_flight.clear()
+        found = [self._apart.pop(id(work), (None, []))[1] for work in works or ()]
+        return [item for carried in found for item in carried]
 
     def forget(self) -> None:
         """Drop what nobody waited for, so that nothing is kept alive beyond its schedule call."""
-        self._in_flight.clear()
+        self.in_flight.clear()
+        self._apart.clear()
         if len(self._labels) > _MAX_LABELS:  # message sizes that change in every step
             self._labels.clear()
 
 
-class _TimedWork:
-    """torch 2.4 and 2.5 return one Work and wait on it directly: this stands in for it and times the wait."""
-
-    def __init__(self, work: Any, messages: _Messages, carried: tuple[Label, ...]) -> None:
-        self._work = work
-        self._messages = messages
-        self._carried = carried
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._messages.recorder
-        start = recorder.mark() if recorder.running and self._carried else None
-        result = self._work.wait(*args, **kwargs)
-        if start is not None and recorder.running:
-            self._messages.wait_ends((start, self._carried), None)
-            self._carried = ()
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
 def _hook_messages(recorder: Recorder, messages: _Messages, base: Any, schedules: Any) -> None:
-    for name, kind, direction in (
-        ("get_fwd_recv_ops", Kind.RECV, "act"),
-        ("get_fwd_send_ops", Kind.SEND, "act"),
-        ("get_bwd_recv_ops", Kind.RECV, "grad"),
-        ("get_bwd_send_ops", Kind.SEND, "grad"),
+    for name, end, direction in (
+        ("get_fwd_recv_ops", "recv", "act"),
+        ("get_fwd_send_ops", "send", "act"),
+        ("get_bwd_recv_ops", "recv", "grad"),
+        ("get_bwd_send_ops", "send", "grad"),
     ):
-        chunk = "fwd_chunk_id" if direction == "act" else "bwd_chunk_id"
-        recorder.patches.around(
-            base,
-            name,
-            name,
-            needs=("self", chunk),
-            before=lambda stage, microbatch: (stage, microbatch) if recorder.rule.current.sampled else None,
-            after=functools.partial(messages.note, kind, direction),
-        )
-    recorder.patches.around(
-        schedules,
-        "_batch_p2p",
-        "p2p_post",
-        needs=("p2p_ops",),
-        before=messages.post_begins,
-        after=messages.post_ends,
-        abort=messages.post_fails,
-    )
+        _hook_building(recorder, base, name, end, direction)
+    _hook_posting(recorder, messages, schedules)
     if hasattr(schedules, "_wait_batch_p2p"):
-        recorder.patches.around(
-            schedules,
-            "_wait_batch_p2p",
-            "p2p_wait",
-            needs=("work",),
-            before=messages.wait_begins,
-            after=messages.wait_ends,
-        )
+        wait = "_wait_batch_p2p"
+        waited = messages.waited_for
+        timed(recorder, schedules, wait, "p2p_wait", Lane.WAIT, messages.labels, needs=("work",), choose=waited)
     recorder.patches.on_restore(messages.forget)
+
+
+def _hook_building(recorder: Recorder, base: Any, name: str, end: str, direction: str) -> None:
+    """Write on each operation that a stage builds what it carries. In one frame, for what `timed` says."""
+    chunk = "fwd_chunk_id" if direction == "act" else "bwd_chunk_id"
+    bound = recorder.patches.bind(base, name, name, ("self", chunk))
+    if bound is None:
+        return
+    original, hook, pick = bound.original, bound.hook, bound.arguments.pick
+    fail, rule, clock = recorder.patches.fail, recorder.rule, perf_counter_ns
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        ops = original(*args, **kwargs)
+        if not ops or not hook.enabled or not rule.current.sampled:
+            return ops
+        try:
+            entered = clock()
+            stage, microbatch = args if len(args) == 2 else pick(args, kwargs)
+            before: dict[int, int] = {}
+            for op in ops:
+                index = before[op.peer] = before.get(op.peer, -1) + 1
+                op._bubblescope = (end, direction, stage, microbatch, index)
+            hook.hits += 1
+            hook.own_ns += clock() - entered
+        except Exception as error:  # ours; must not reach the job
+            fail(hook, error)
+        return ops
+
+    recorder.patches.replace(base, name, wrapper)
+
+
+def _hook_posting(recorder: Recorder, messages: _Messages, schedules: Any) -> None:
+    bound = recorder.patches.bind(schedules, "_batch_p2p", "p2p_post", ("p2p_ops",))
+    if bound is None:
+        return
+    original, hook, pick = bound.original, bound.hook, bound.arguments.pick
+    fail, rule, labels, clock = recorder.patches.fail, recorder.rule, messages.labels, perf_counter_ns
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not hook.enabled or not rule.current.sampled:
+            return original(*args, **kwargs)
+        carried: _Carried = []
+        try:
+            entered = clock()
+            for op in args[0] if args else pick(args, kwargs)[0]:
+                note = getattr(op, "_bubblescope", None)
+                if note is not None:
+                    op._bubblescope = None  # it is posted once, also where one way of posting ends in another
+                    carried.append((note, op.peer, op.tensor.nbytes))
+            start = recorder.mark() if carried else None
+        except Exception as error:  # ours; must not reach the job
+            fail(hook, error)
+            carried = []
+        if not carried:
+            return original(*args, **kwargs)
+        began = clock()
+        works = original(*args, **kwargs)
+        try:
+            ended = clock()
+            # On a CPU rank posting takes the CPU's time; on a GPU rank it is a moment on the compute stream.
+            if isinstance(start, int):
+                recorder.add(Lane.POST, start, ended, (labels, (carried,)))
+            else:
+                recorder.add(Lane.POST, start, start, (labels, (carried,)), ended)
+            if isinstance(works, list):
+                messages.in_flight[id(works)] = (works, len(works), carried)
+            elif works is not None:  # torch 2.4 and 2.5 return one Work and wait on it directly
+                works = TimedWork(recorder, works, (labels, (carried,)))
+            hook.hits += 1
+            hook.own_ns += began - entered + clock() - ended
+        except Exception as error:  # as above
+            fail(hook, error)
+        return works
+
+    recorder.patches.replace(schedules, "_batch_p2p", wrapper)
 
 
 def _default_group() -> Any:
