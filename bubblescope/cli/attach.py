@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bubblescope.cli.analyze import Outputs, deliver, make_report
-from bubblescope.cli.output import FiniteRange, json_option, results, warn
+from bubblescope.cli.output import OUTPUT_FOLDER, FiniteRange, json_option, results, warn
 from bubblescope.errors import AttachError, InputError
 from bubblescope.model.notice import Notice
 from bubblescope.views.format import counted
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_FOLDER,
     metavar="DIR",
     help="For the recording and the report.  [default: attach-TIME]",
 )

@@ -10,6 +10,7 @@ import click
 from bubblescope.cli.output import FiniteRange, json_option, results, write_json
 from bubblescope.cost.prices import Loss, loss
 from bubblescope.errors import UsageError
+from bubblescope.views.format import plain
 
 
 @click.command(
@@ -73,5 +74,5 @@ def _lines(found: Loss, *, gpus: int, currency: str) -> list[str]:
     if found.money is None:
         lines.append("no money figure: give your own --price-per-gpu-hour")
     else:
-        lines.append(f"{found.money:,.2f} {currency}")
+        lines.append(f"{found.money:,.2f} {plain(currency)}")
     return lines

@@ -14,7 +14,7 @@ import click
 
 from bubblescope.cli import demo_worker
 from bubblescope.cli.analyze import Outputs, check_outputs, deliver, make_report
-from bubblescope.cli.output import json_option, progress, results, writing
+from bubblescope.cli.output import OUTPUT_FOLDER, json_option, progress, results, writing
 from bubblescope.errors import ScheduleError, UsageError
 from bubblescope.views.format import counted
 
@@ -72,7 +72,7 @@ def torch_schedule(name: str) -> str:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_FOLDER,
     default=Path("demo-out"),
     show_default=True,
     metavar="DIR",

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MOST_WARNINGS = 20
-OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
-OUTPUT_FILE_OR_STDOUT = click.Path(dir_okay=False, allow_dash=True)
 
 
 class FiniteRange(click.FloatRange):
@@ -35,6 +33,23 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class OutputPath(click.Path):
+    """As click's, without the empty text, which is a variable that was not set, and without '-' where it would become a
+    file of that name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == "":
+            self.fail("an empty text names no place to write to.", param, ctx)
+        if str(value) == "-" and not self.allow_dash:
+            self.fail("this does not go to stdout; name a place ('./-' would be one).", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+OUTPUT_FILE = OutputPath(dir_okay=False, path_type=Path)
+OUTPUT_FILE_OR_STDOUT = OutputPath(dir_okay=False, allow_dash=True)
+OUTPUT_FOLDER = OutputPath(file_okay=False, path_type=Path)
 
 
 def json_option(command: Command) -> Command:

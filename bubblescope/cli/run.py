@@ -8,7 +8,7 @@ import click
 
 from bubblescope.attach import launcher
 from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
-from bubblescope.cli.output import json_option, write_json
+from bubblescope.cli.output import OUTPUT_FOLDER, json_option, write_json
 from bubblescope.errors import UsageError
 from bubblescope.views.format import counted
 
@@ -21,7 +21,7 @@ from bubblescope.views.format import counted
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_FOLDER,
     metavar="DIR",
     help="For the recording, one folder per job; what an earlier one left there stays and is not counted.  "
     "[default: runs/<job or time>]",
@@ -67,7 +67,7 @@ def run(
         steps,
         every,
         warmup,
-        parse_ranks(ranks) if ranks else None,
+        None if ranks is None else parse_ranks(ranks),
     )
     before = None if standby else launcher.recorded_sizes(folder)
     status = launcher.launch(command, settings, quiet_stdout=json_to == "-")

@@ -18,10 +18,12 @@ from bubblescope.cli.output import (
     check_targets,
     json_option,
     require,
+    results,
     spare_inputs,
     write_text,
 )
 from bubblescope.errors import InputError, UsageError
+from bubblescope.model import checks
 
 if TYPE_CHECKING:
     from bubblescope.live.watcher import Snapshot, Watcher
@@ -66,7 +68,7 @@ class Outputs:
               help="Seconds between looks at the files, at least.")  # fmt: skip
 @click.option("--patience", type=FiniteRange(0.5, 86400), default=10.0, show_default=True, metavar="S",
               help="Seconds without a line after which a rank is silent (and five steps at least).")  # fmt: skip
-@click.option("--once", is_flag=True, help="Read what is there, write --textfile and --json, serve nothing.")
+@click.option("--once", is_flag=True, help="Read what is there, print it, write --textfile and --json, serve nothing.")
 @json_option
 def watch(
     path: str,
@@ -92,8 +94,9 @@ def watch(
     require("watch", "live", "starlette", "uvicorn", "prometheus_client")
     from bubblescope.live.guard import check_token
     from bubblescope.live.watcher import Watcher, WatchOptions
+    from bubblescope.views import console
 
-    target = Path(path)
+    target = Path(checks.path("PATH", path))
     if not target.exists():
         raise InputError("there is no such file or folder", hint="give the folder that the job records to", where=path)
     check_token(host, token)
@@ -114,6 +117,7 @@ def watch(
         tell()
         if watcher.snapshot.report is None:
             raise _nothing_to_show(watcher.snapshot)
+        console.print_summary(watcher.snapshot.report, results(json_to))
         return
     ports = (port, *(() if prometheus_port is None else (prometheus_port,)))
     with _served(watcher, outputs, host, token, ports), _until_terminated() as stop:

@@ -204,3 +204,34 @@ def test_no_other_command_overwrites_what_was_read_either(name: str, tmp_path: P
     assert done.returncode == 2
     assert "one of the files that were read" in done.stderr
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("analyze", "nowhere", "--json", ""), "--json"),
+        (("analyze", "nowhere", "--out", ""), "--out"),
+        (("analyze", "nowhere", "--csv", ""), "--csv"),
+        (("analyze", "nowhere", "--html", ""), "--html"),
+        (("analyze", "nowhere", "--html", "-"), "does not go to stdout"),
+        (("analyze", "nowhere", "--parquet", "-"), "does not go to stdout"),
+        (("demo", "--out", ""), "--out"),
+        (("run", "--out", "", "true"), "--out"),
+        (("run", "--ranks", "", "true"), "not a list of ranks"),
+        (("doctor", "--json", ""), "--json"),
+    ],
+)
+def test_an_unset_variable_is_no_place_to_write_to(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, bubblescope: Runner
+) -> None:
+    done = bubblescope(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["analyze", "whatif", "watch"])
+def test_an_empty_path_is_not_this_folder(name: str, bubblescope: Runner) -> None:
+    done = bubblescope(name, "")
+    assert done.returncode == 2
+    assert "but must be a path" in done.stderr

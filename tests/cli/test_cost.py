@@ -51,3 +51,8 @@ def test_an_amount_that_makes_no_sense_is_wrong_usage(bad: tuple[str, str], bubb
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
+
+
+def test_the_name_of_the_currency_cannot_act_on_the_terminal(bubblescope: Runner) -> None:
+    done = bubblescope(*TEN_MS, "--price-per-gpu-hour", "2", "--currency", "\x1b[31mX")
+    assert "\x1b" not in done.stdout and "\\x1b[31mX" in done.stdout

@@ -69,6 +69,15 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], code: 
     assert done.stderr.startswith("error: ")
 
 
+def test_once_prints_the_summary(tmp_path: Path) -> None:
+    job = jobs.steady()
+    job.write(tmp_path / "run", range(6))
+    job.end(tmp_path / "run")
+    done = _run(str(tmp_path / "run"), "--once")
+    assert done.returncode == 0, done.stderr
+    assert "GPU" in done.stdout and "lost to pipeline bubbles" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
