@@ -278,7 +278,7 @@ def _named(path: Path, folder: Path, rank: int, world: int | None) -> Path:
             shutil.move(path, target)
             return target
         info = json.dumps({"distributedInfo": {"rank": rank, "world_size": world}})[1:-1].encode()
-        with target.open("wb") as out:
+        with target.open("xb") as out:
             out.write(head[: at + 1] + info + b",\n" + head[at + 1 :])
             while block := file.read(1 << 20):
                 out.write(block)

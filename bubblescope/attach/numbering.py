@@ -12,6 +12,7 @@ asking the job for anything.
 from __future__ import annotations
 
 import fcntl
+import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -129,7 +130,10 @@ def _read(path: Path) -> _File | None:
 
 
 def _rewrite(one: _File, shift: int, common: list[int]) -> None:
-    """Written beside and renamed: a reader sees the old file or the new one."""
+    """Written beside and renamed: a reader sees the old file or the new one.
+
+    The folder may belong to the job's user while root writes here: nothing that stands there is written through.
+    """
     number = {step: i for i, step in enumerate(common)}
     usable = {line["step"] for line in one.whole_steps()}
     out = []
@@ -144,12 +148,17 @@ def _rewrite(one: _File, shift: int, common: list[int]) -> None:
             line = {**line, "step": number[line["step"] + shift]}
         out.append(msgspec.json.encode(line) + b"\n")
     beside = one.path.with_suffix(".tmp")
-    beside.write_bytes(b"".join(out))
+    beside.unlink(missing_ok=True)
+    with beside.open("xb") as file:
+        file.write(b"".join(out))
     beside.replace(one.path)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    with (folder / ".numbering.lock").open("w") as lock:
+    lock = os.open(folder / ".numbering.lock", os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW, 0o644)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

@@ -95,7 +95,7 @@ def _prepared(folder: Path, owner: int) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        if os.geteuid() == 0 and owner != 0 and folder.stat().st_uid == 0:
+        if folder in made and os.geteuid() == 0:
             os.chown(folder, owner, -1)
     except OSError as error:
         _remove_empty(made)

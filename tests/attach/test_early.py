@@ -89,6 +89,16 @@ def test_folders_that_were_there_and_files_that_came_stay(tmp_path: Path) -> Non
     assert tmp_path.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_root_gives_the_jobs_user_the_folder_that_it_made_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "etc")
+    for name, owner in (("new", 65534), ("etc", 0), ("link", 0)):
+        with session._prepared(tmp_path / name, 65534):
+            assert (tmp_path / name).stat().st_uid == owner
+            assert (tmp_path / name).parent.stat().st_uid == 0
+
+
 @pytest.mark.parametrize("where", ["/proc/x", "/dev/null/x", "/dev/null"])
 def test_a_folder_that_cannot_be_made_is_the_users_to_change(where: str) -> None:
     with pytest.raises(UsageError, match="nothing can be written there"), session._prepared(Path(where), 0):

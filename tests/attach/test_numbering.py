@@ -111,3 +111,18 @@ def test_a_cut_tail_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, 0, [step(i, 100 * i) for i in range(4)])
     path.write_text(path.read_text() + '{"kind": "st')
     assert make_common(tmp_path).steps == 3
+
+
+def test_nothing_is_written_through_a_link_that_somebody_put_there(tmp_path: Path) -> None:
+    """Root may attach to the job of a user, to whom the folder belongs."""
+    folder, precious = tmp_path / "recording", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("precious")
+    write(folder, 0, [step(i, 100 * i) for i in range(4)])
+    (folder / "rank-00000.tmp").symlink_to(precious)
+    assert make_common(folder).steps == 3
+    (folder / ".numbering.lock").unlink()
+    (folder / ".numbering.lock").symlink_to(precious)
+    with pytest.raises(OSError):
+        make_common(folder)
+    assert precious.read_text() == "precious"
