@@ -8,7 +8,8 @@ A new format is one new module here and one line in `FORMATS`. A module has ``ca
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -58,28 +59,43 @@ def read(
 ) -> Run:
     """The run that `paths` (files, folders, globs, fsspec URLs) hold, all of one format.
 
-    Raises InputError when there is nothing to read or formats are mixed, UsageError for an unknown `format`.
+    Raises InputError when there is nothing to read, it cannot be read or formats are mixed, UsageError for an unknown
+    `format`.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
         raise UsageError("no path was given")
-    found = discover.expand([checks.path("path", p) for p in given], recordings=format in ("auto", "recording"))
-    candidates = _candidates(format)
-    claims = _claims(candidates, found)
-    if not claims:
-        claims = _hopeful(candidates, found)
-    claims, said = _without_headless(claims)
-    chosen = _choose(claims, found)
-    module = chosen.load()
-    units = claims[chosen.name]
-    if chosen.files:
-        run = cast(Run, module.read(units, options=options, executor=executor))
-    elif chosen.spread:
-        run = cast(Run, module.read([Path(u) for u in units], executor=executor))
-    else:
-        run = cast(Run, module.read([Path(u) for u in units]))
+    with _telling(given):
+        found = discover.expand([checks.path("path", p) for p in given], recordings=format in ("auto", "recording"))
+        candidates = _candidates(format)
+        claims = _claims(candidates, found)
+        if not claims:
+            claims = _hopeful(candidates, found)
+        claims, said = _without_headless(claims)
+        chosen = _choose(claims, found)
+        module = chosen.load()
+        units = claims[chosen.name]
+        if chosen.files:
+            run = cast(Run, module.read(units, options=options, executor=executor))
+        elif chosen.spread:
+            run = cast(Run, module.read([Path(u) for u in units], executor=executor))
+        else:
+            run = cast(Run, module.read([Path(u) for u in units]))
     memory.give_back()
     return _with_names(replace(run, notices=(*run.notices, *said)), options)
+
+
+@contextmanager
+def _telling(paths: Sequence[str | Path]) -> Iterator[None]:
+    """What the file system refuses, wherever a reader meets it, is told as an error about the input."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot be read: {error.strerror or error}",
+            hint="check its permissions, and that its file system is well",
+            where=str(error.filename or ", ".join(str(p) for p in paths[:3])),
+        ) from error
 
 
 def _with_names(run: Run, options: ReadOptions) -> Run:

@@ -10,6 +10,7 @@ import pytest
 
 from bubblescope.cli import analyze as command
 from bubblescope.errors import InputError, ThresholdExceeded, UsageError
+from bubblescope.report.build import ReportOptions
 from tests.support.cli_runner import Runner
 from tests.support.fake_report import build
 
@@ -235,3 +236,20 @@ def test_an_empty_path_is_not_this_folder(name: str, bubblescope: Runner) -> Non
     done = bubblescope(name, "")
     assert done.returncode == 2
     assert "but must be a path" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="there is no /proc here")
+def test_what_the_file_system_refuses_is_an_error_about_the_input(bubblescope: Runner) -> None:
+    """Reading the start of a process's memory is an input/output error without a file name."""
+    done = bubblescope("analyze", "/proc/self/mem")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: cannot be read: Input/output error, in /proc/self/mem\nhint: ")
+
+
+def test_a_folder_that_may_not_be_entered_is_an_error_about_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/secret/rank0.json")
+
+    monkeypatch.setattr("bubblescope.ingest.discover.expand", refused)
+    with pytest.raises(InputError, match=r"Permission denied, in /secret/rank0\.json"):
+        command.make_report(["/secret"], ReportOptions())
