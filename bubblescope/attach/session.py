@@ -270,7 +270,14 @@ def _numbered(folder: Path, steps: int | None, reasons: Sequence[str]) -> number
             hint="record longer with --duration, if a step of the job takes that long",
             where=str(folder),
         )
-    return numbering.make_common(folder, steps)
+    try:
+        return numbering.make_common(folder, steps)
+    except OSError as error:
+        raise UsageError(
+            f"the recording cannot be finished: {error.strerror or error}",
+            hint="make room and check the permissions there; the job has been detached from",
+            where=str(error.filename or folder),
+        ) from error
 
 
 # ---- recording through Kineto

@@ -115,7 +115,7 @@ class Window:
     def _run(self) -> None:
         _check_writable(self.limits.out)
         preload()
-        self._recorder = recorder = Recorder(self.limits.out, Options(warmup=0))
+        self._recorder = recorder = Recorder(self.limits.out, Options(every=1, warmup=0))
         self.state = "arming"
         if not self._at_safe_point(lambda: _install(recorder), self._may_go_on):
             self.error = "the window was ended before the job came to the start of a step"

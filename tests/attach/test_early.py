@@ -89,6 +89,13 @@ def test_folders_that_were_there_and_files_that_came_stay(tmp_path: Path) -> Non
     assert tmp_path.exists()
 
 
+def test_a_recording_that_cannot_be_finished_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.jsonl").touch()
+    (tmp_path / ".numbering.lock").symlink_to("/proc/x")
+    with pytest.raises(UsageError, match="cannot be finished: Too many levels of symbolic links"):
+        session._numbered(tmp_path, None, [])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
 def test_root_gives_the_jobs_user_the_folder_that_it_made_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
