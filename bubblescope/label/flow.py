@@ -49,7 +49,7 @@ def label(run: Run) -> Run:
     found = flow.chains()
     if found:
         return flow.labelled(found)
-    return flow.refused() if flow.contradicts() else run
+    return flow.refused() if flow.ring or flow.contradicts() else run
 
 
 @dataclass(eq=False)
@@ -97,6 +97,7 @@ class _Flow:
     pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     ops: dict[tuple[int, int], list[_Op]] = field(default_factory=dict)
     steps: set[tuple[int, int]] = field(default_factory=set)
+    telling: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @classmethod
     def of(cls, run: Run) -> _Flow:
@@ -123,6 +124,7 @@ class _Flow:
         }
         for (rank, _), mine in pieces.items():
             self._learn(rank, mine)
+        self.telling = self.habits.telling()
         made = {key: [self._operations(key[0], *piece) for piece in mine] for key, mine in pieces.items()}
         carries = {op.gives: op.kind for parts in made.values() for part in parts for op in part if op.gives >= 0}
         for key, parts in made.items():
@@ -174,7 +176,7 @@ class _Flow:
         if (sense != 0).all():
             bounds = [0, *(np.flatnonzero(np.diff(sense)) + 1).tolist(), len(rows)]
             return [(int(sense[a]), rows[a:b]) for a, b in pairwise(bounds)]
-        telling = self.habits.telling(rows)
+        telling = self.telling[self.run.spans.name[rows]]
         telling = telling[telling != 0]
         if len(telling):
             begins, ends = begins or int(telling[0]), ends or int(telling[-1])
@@ -186,19 +188,12 @@ class _Flow:
 
     def _parted(self, ops: list[_Op]) -> list[_Op]:
         """Backwards of several micro-batches in a row, with no message between, parted by their sequence numbers."""
-        forwards = [op.rows for op in ops if op.kind == F]
-        out = []
-        for op in ops:
-            place = sequence.forward_of(self.numbers, forwards, op.rows) if op.kind == B else op.rows[:0]
-            known = np.flatnonzero(place >= 0)
-            change = np.flatnonzero(np.diff(place[known])) + 1
-            if len(change) == 0 or len(change) + 1 != len(np.unique(place[known])):
-                out.append(op)
-                continue
-            parts = [replace(op, rows=rows, takes=-1, gives=-1) for rows in np.split(op.rows, known[change])]
-            parts[0].takes, parts[-1].gives = op.takes, op.gives
-            out.extend(parts)
-        return out
+        forwards, back = [op.rows for op in ops if op.kind == F], [op.rows for op in ops if op.kind == B]
+        if not back:
+            return ops
+        place = sequence.forward_of(self.numbers, forwards, np.concatenate(back))
+        places = iter(np.split(place, np.cumsum([len(rows) for rows in back])[:-1]))
+        return [part for op in ops for part in (_cut(op, next(places)) if op.kind == B else [op])]
 
     # -- from operations to chains
 
@@ -206,8 +201,10 @@ class _Flow:
         """(replica, step) -> its chains, where most steps have whole ones, along the same places."""
         taker = {op.takes: op for ops in self.ops.values() for op in ops if op.takes >= 0}
         together: dict[tuple[int, int], list[_Op]] = {}
+        seen = Counter(self.replica.values())
         for (rank, step), ops in self.ops.items():
-            together.setdefault((self.replica[rank], step), []).extend(ops)
+            if seen[self.replica[rank]] == self.run.layout.stages:
+                together.setdefault((self.replica[rank], step), []).extend(ops)
         self.steps = set(together)
         found = {key: chain for key, ops in together.items() if (chain := self._whole(ops, taker)) is not None}
         paths = Counter(tuple(self.place[rank] for rank in chain.path) for chain in found.values())
@@ -312,19 +309,20 @@ class _Flow:
         """Each with the forward that its sequence numbers name; None where one names none."""
         out = []
         for rank in {op.rank for op in weights}:
-            ahead = [
-                (self._when(op), stage, microbatch, op.rows)
+            ahead = sorted(
+                (self._when(op), stage, microbatch)
                 for microbatch, chain in enumerate(chains.forwards)
                 for stage, op in enumerate(chain)
                 if op.rank == rank
-            ]
-            ahead.sort(key=lambda one: one[0])
-            for op in (w for w in weights if w.rank == rank):
-                place = sequence.forward_of(self.numbers, [rows for *_, rows in ahead], op.rows)
-                which = sequence.most(place[place >= 0])
+            )
+            forwards = [chains.forwards[microbatch][stage].rows for _, stage, microbatch in ahead]
+            mine = [op for op in weights if op.rank == rank]
+            place = sequence.forward_of(self.numbers, forwards, np.concatenate([op.rows for op in mine]))
+            for op, found in zip(mine, np.split(place, np.cumsum([len(op.rows) for op in mine])[:-1]), strict=True):
+                which = sequence.most(found[found >= 0])
                 if which < 0:
                     return None
-                out.append((op, *ahead[which][1:3]))
+                out.append((op, *ahead[which][1:]))
         return out
 
     def _by_names(self, chains: _Chains, weights: list[_Op]) -> list[_Op] | None:
@@ -376,7 +374,7 @@ class _Flow:
             return run
         columns = {c: getattr(run.spans, c).astype(np.int64) for c in ("kind", "stage", "microbatch")}
         for op in (op for ops in self.ops.values() for op in ops):
-            if op.takes >= 0 or op.gives >= 0:
+            if self.sense[op.rows].all():
                 columns["kind"][op.rows] = Kind.FORWARD if op.kind == F else Kind.BACKWARD
         for chains in found.values():
             self._write(chains, columns)
@@ -444,7 +442,7 @@ class _Flow:
 
     def contradicts(self) -> bool:
         """Whether what is sent contradicts one stage per GPU: there a forward gives to the next place, a backward to
-        the one before; or, where these are not told apart, what happens between the same places is the same."""
+        the one before; or, where these are not told apart, all that lies between the same messages is alike."""
         sent = [(op, int(self.run.spans.peer[op.gives])) for ops in self.ops.values() for op in ops if op.gives >= 0]
         fits = [self.place[peer] == self.place[op.rank] + op.kind for op, peer in sent if peer in self.place]
         return sum(fits) < _AGREE * len(fits) if fits else self._uneven()
@@ -462,14 +460,11 @@ class _Flow:
 
     def refused(self) -> Run:
         """Without stages: what each rank says of itself is left."""
-        layout = self.run.layout
-        if not layout.stage_rank:
-            return self.run
         message = (
             "what ranks send each other does not fit one stage per GPU, and the micro-batches cannot be followed from "
             "message to message; stages, chunks and micro-batches are not inferred"
         )
-        layout = replace(layout, chunks=None, stage_rank={})
+        layout = replace(self.run.layout, chunks=None, stage_rank={})
         return replace(self.run, layout=layout).with_notices(Notice("stages-unclear", message))
 
 
@@ -497,6 +492,17 @@ def _placed(layout: Layout, path: list[int], chunks: int) -> Layout:
             if (replica, old) in by_place
         },
     )
+
+
+def _cut(op: _Op, place: Int) -> list[_Op]:
+    """`op` in parts of one forward each, where every forward's rows stand together; place: per row, -1 unknown."""
+    known = np.flatnonzero(place >= 0)
+    change = np.flatnonzero(np.diff(place[known])) + 1
+    if len(change) == 0 or len(change) + 1 != len(np.unique(place[known])):
+        return [op]
+    parts = [replace(op, rows=rows, takes=-1, gives=-1) for rows in np.split(op.rows, known[change])]
+    parts[0].takes, parts[-1].gives = op.takes, op.gives
+    return parts
 
 
 Piece = tuple[Int, list[int], list[int]]

@@ -58,15 +58,16 @@ class Habits:
         """Kernels of an operation on `rank`, 0 when none was seen there."""
         return int(self._own.get(rank, self._all).typical(kind)[0])
 
-    def telling(self, rows: Int) -> Int:
-        """Per row F or B where its name is far more frequent in operations of that kind, and among their kernels."""
+    def telling(self) -> Int:
+        """Per name F or B where it is far more frequent in operations of that kind, and among their kernels, else 0."""
         seen = self._all.kernels
-        if not seen[F] or not seen[B]:
-            return np.zeros(len(rows), dtype=np.int64)
-        names = self.run.spans.name[rows].tolist()
-        one, two = (np.array([self.names[kind][n] for n in names]) for kind in (F, B))
-        each, part = len(seen[F]) / len(seen[B]), sum(seen[F]) / sum(seen[B])
-        return np.where(one > _FAR * max(each, part) * two, F, np.where(one < min(each, part) / _FAR * two, B, 0))
+        out = np.zeros(len(self.run.names), dtype=np.int64)
+        if seen[F] and seen[B]:
+            each, part = len(seen[F]) / len(seen[B]), sum(seen[F]) / sum(seen[B])
+            for name in self.names[F].keys() | self.names[B].keys():
+                one, two = self.names[F][name], self.names[B][name]
+                out[name] = F if one > _FAR * max(each, part) * two else B if one * _FAR < min(each, part) * two else 0
+        return out
 
     def split(self, rows: Int, first: int, rank: int) -> int:
         """Where in `rows` the first of two operations ends: by autograd, else by the most likely place."""

@@ -167,6 +167,19 @@ def test_a_ring_with_a_missing_rank_is_not_followed(tmp_path: Path, without: int
     wrong, _ = compare(run, truth)
     assert wrong == NONE
     assert not np.any(run.spans.microbatch >= 0)
+    assert "stages-unclear" in codes(run)
+
+
+def test_a_missing_rank_of_one_replica_leaves_the_other(tmp_path: Path) -> None:
+    truth = simulate(shape("Interleaved1F1B", 4, 2, replicas=2, reduce_ns=400_000))
+    docs = traces(truth, STYLES["bare"])
+    del docs[5]
+    write(tmp_path, docs)
+    run = label(read(tmp_path))
+    wrong, left = compare(run, truth)
+    assert wrong == NONE
+    assert left["microbatch"] == sum(o.rank in (4, 6, 7) for o in truth.ops) * 11 // 2
+    assert (run.layout.stages, run.layout.chunks, run.layout.data_parallel) == (4, 2, 2)
 
 
 def test_a_step_that_lacks_a_message_costs_that_step_only(tmp_path: Path) -> None:
