@@ -8,7 +8,7 @@ The variables that `bubblescope run` sets for every process it starts (`Settings
 | `BUBBLESCOPE_OUT` | the recording's folder, absolute |
 | `BUBBLESCOPE_FRAMEWORK` | `auto`, `torch`, `megatron`, `deepspeed`: whose hooks go in |
 | `BUBBLESCOPE_STEPS` | stop recording after so many steps |
-| `BUBBLESCOPE_EVERY` | record one step in so many |
+| `BUBBLESCOPE_EVERY` | record one step in so many; unset = all, or fewer where that is safer |
 | `BUBBLESCOPE_WARMUP` | first steps to flag |
 | `BUBBLESCOPE_RANKS` | `0,4-7`: global ranks to record; unset = all |
 | `BUBBLESCOPE_OWNER` | `RANK:PID` of the process that is that rank; set by that process for its children |
@@ -59,7 +59,7 @@ class Settings:
     out: str = ""
     framework: str = "auto"
     steps: int | None = None
-    every: int = 1
+    every: int | None = None
     warmup: int = 1
     ranks: frozenset[int] | None = None
 
@@ -73,9 +73,10 @@ class Settings:
             "BUBBLESCOPE": self.mode,
             "BUBBLESCOPE_OUT": self.out,
             "BUBBLESCOPE_FRAMEWORK": self.framework,
-            "BUBBLESCOPE_EVERY": str(self.every),
             "BUBBLESCOPE_WARMUP": str(self.warmup),
         }
+        if self.every is not None:
+            made["BUBBLESCOPE_EVERY"] = str(self.every)
         if self.steps is not None:
             made["BUBBLESCOPE_STEPS"] = str(self.steps)
         if self.ranks is not None:
@@ -88,14 +89,14 @@ class Settings:
         mode = environ.get("BUBBLESCOPE", "off") or "off"
         if mode not in MODES:
             raise UsageError(f"BUBBLESCOPE is '{mode}'", hint=f"it is one of {', '.join(MODES)}")
-        steps = environ.get("BUBBLESCOPE_STEPS", "")
+        steps, every = environ.get("BUBBLESCOPE_STEPS", ""), environ.get("BUBBLESCOPE_EVERY", "")
         ranks = environ.get("BUBBLESCOPE_RANKS", "")
         return cls(
             mode,
             environ.get("BUBBLESCOPE_OUT", ""),
             environ.get("BUBBLESCOPE_FRAMEWORK", "auto") or "auto",
             _number("BUBBLESCOPE_STEPS", steps) if steps else None,
-            _number("BUBBLESCOPE_EVERY", environ.get("BUBBLESCOPE_EVERY", "1")),
+            _number("BUBBLESCOPE_EVERY", every) if every else None,
             _number("BUBBLESCOPE_WARMUP", environ.get("BUBBLESCOPE_WARMUP", "1")),
             parse_ranks(ranks) if ranks else None,
         )

@@ -24,7 +24,7 @@ from bubblescope.capture import environment, hooks, messages
 from bubblescope.capture.hostclocks import HostClocks
 from bubblescope.capture.patching import PatchSet, log
 from bubblescope.capture.steps import MAX_EVENTS, Label, StepBuffer, StepRule, columns
-from bubblescope.capture.timers import HostTimer, Timer, connections_warning, cuda_timer
+from bubblescope.capture.timers import HostTimer, Timer, cuda_timer, events_may_serialise
 from bubblescope.capture.writer import SCHEMA_VERSION, RankWriter, write_job_file
 from bubblescope.errors import UsageError
 from bubblescope.model import checks
@@ -32,16 +32,20 @@ from bubblescope.model.kinds import FROM_SHORT, Kind, Lane
 
 _HOST_LANES = (Lane.HOST, Lane.RANGE)
 
+SAMPLED_EVERY = 10
+"""One step in so many is recorded where recording may slow the job, unless `Options.every` says otherwise."""
+
 
 @dataclass(frozen=True)
 class Options:
-    """every: record one step in so many. warmup: first steps flagged, which analysis leaves out.
+    """every: record one step in so many; None = all, or one in `SAMPLED_EVERY` where that is safer.
+    warmup: first steps flagged, which analysis leaves out.
     max_steps: stop recording after so many recorded steps; None = until stopped.
     framework: whose hooks, a key of `hooks.CHOICES`. ranks: global ranks that record; None = all.
     launched: nobody asked for it in this process (`bubblescope run`): it imports no framework itself, and writes
     nothing unless this process turns out to be a rank that runs a pipeline."""
 
-    every: int = 1
+    every: int | None = None
     warmup: int = 1
     max_steps: int | None = None
     framework: str = "auto"
@@ -49,11 +53,10 @@ class Options:
     launched: bool = False
 
     def __post_init__(self) -> None:
-        sound = {"every": checks.whole("every", self.every), "warmup": checks.whole("warmup", self.warmup, least=0)}
-        if self.max_steps is not None:
-            sound["max_steps"] = checks.whole("max_steps", self.max_steps)
-        for name, value in sound.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "warmup", checks.whole("warmup", self.warmup, least=0))
+        for name in ("every", "max_steps"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, checks.whole(name, getattr(self, name)))
 
 
 def _no_mark() -> None:
@@ -69,6 +72,7 @@ class Recorder:
     def __init__(self, folder: str | os.PathLike[str], options: Options | None = None) -> None:
         self.folder = Path(folder)
         self.options = options or Options()
+        self.every = self.options.every or 1
         self.patches = PatchSet()
         self.writer = RankWriter(self.folder, self.patches.warn)
         self.running = False
@@ -102,9 +106,6 @@ class Recorder:
                 f"this process already records, into {_active.folder}",
                 hint="one recorder per process: stop the other one first",
             )
-        warning = connections_warning()
-        if warning and self.options.every == 1:
-            self.patches.warn(warning)
         hooks.require_torch()
         hooks.install(self)
         self.running = True
@@ -186,6 +187,10 @@ class Recorder:
     def _drop_all(self, counts: dict[str, int]) -> None:
         for reason, count in counts.items():
             self.drop(reason, count)
+        if "graph-capture" in counts:
+            self.patches.warn(
+                "what runs while a CUDA graph is captured is not timed: an event would become part of the graph"
+            )
 
     def settle(self) -> None:
         """Give the open step's events the labels that hooks left for later."""
@@ -200,8 +205,18 @@ class Recorder:
         self._timer = cuda_timer(max(device_index, 0)) if device_type == "cuda" else HostTimer()
         self.mark = self._timer.mark
         self.device_known = True
+        if device_type == "cuda" and events_may_serialise():
+            self._mind_connections()
         if device_type not in ("cpu", "cuda"):
             self.patches.warn(f"no device timing for {device_type}: times are those of the host that launches")
+
+    def _mind_connections(self) -> None:
+        risk = "CUDA_DEVICE_MAX_CONNECTIONS=1: timing events may make communication wait for compute (pytorch#143890)"
+        if self.options.every is None:
+            self.every = SAMPLED_EVERY
+            self.patches.warn(f"{risk}, so one step in {self.every} is recorded; every=N takes one in N")
+        elif self.every == 1:
+            self.patches.warn(f"{risk}; compare step times, or record one step in N with every=N")
 
     def hold_stream(self, held: bool) -> None:
         """Whether marks keep to the stream that is current now: for calls that switch to others and back."""
@@ -258,7 +273,7 @@ class Recorder:
         return StepBuffer(
             index,
             warmup=index < self.options.warmup,
-            sampled=index % self.options.every == 0,
+            sampled=index % self.every == 0,
         )
 
     def _close_step(self, buffer: StepBuffer) -> None:
@@ -347,7 +362,7 @@ class Recorder:
             "clock": self._clock,
             "hooks": {"installed": sorted(self.patches.hooks), "refused": dict(self.patches.refused)},
             "options": {
-                "every": self.options.every,
+                "every": self.every,
                 "warmup": self.options.warmup,
                 "max_steps": self.options.max_steps,
             },
@@ -444,12 +459,13 @@ class Recording:
 
 
 def record(
-    folder: str | os.PathLike[str], *, every: int = 1, warmup: int = 1, max_steps: int | None = None
+    folder: str | os.PathLike[str], *, every: int | None = None, warmup: int = 1, max_steps: int | None = None
 ) -> Recording:
     """Record this rank's pipeline work into `folder`, until the ``with`` block (or the process) ends.
 
     Call it in every rank; one folder per job. Recording starts at once, also without ``with``.
-    every: record one step in so many. warmup: first steps, flagged so that analysis leaves them out (they set up
+    every: record one step in so many; None = all, but one in ten on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where
+    timing events may slow the job. warmup: first steps, flagged so that analysis leaves them out (they set up
     communicators and infer shapes). max_steps: stop by itself after so many recorded steps.
     Raises UsageError on options that make no sense. When this process already records, that recording goes on and
     the handle does nothing.
@@ -477,7 +493,7 @@ def instrument(
     schedule_or_engine: Any,
     out: str | os.PathLike[str],
     *,
-    every: int = 1,
+    every: int | None = None,
     warmup: int = 1,
     max_steps: int | None = None,
 ) -> Recording:

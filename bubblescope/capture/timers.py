@@ -231,11 +231,6 @@ def cuda_timer(device_index: int) -> CudaTimer:
     return CudaTimer(make, capturing, device_index, current_stream=torch.cuda.current_stream)
 
 
-def connections_warning() -> str:
-    """What to tell a job that runs with CUDA_DEVICE_MAX_CONNECTIONS=1; "" for others."""
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        return ""
-    return (
-        "CUDA_DEVICE_MAX_CONNECTIONS=1: timing events may serialise communication and compute (pytorch#143890); "
-        "record one step in N with every=N, and compare step times"
-    )
+def events_may_serialise() -> bool:
+    """Whether timing events may make communication wait for compute in this process (pytorch#143890)."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

@@ -34,7 +34,12 @@ from bubblescope.views.format import counted
     help="Whose hooks go in; auto: of what the job imports.",
 )
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Stop recording after N recorded steps.")
-@click.option("--every", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="One step in N.")
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Record one step in N.  [default: all; one in 10 on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1]",
+)
 @click.option(
     "--warmup", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="First steps to leave out."
 )
@@ -46,7 +51,7 @@ def run(
     out: Path | None,
     framework: str,
     steps: int | None,
-    every: int,
+    every: int | None,
     warmup: int,
     ranks: str | None,
     standby: bool,

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from bubblescope.capture import recorder
+from bubblescope.capture.recorder import Options, Recorder
 from bubblescope.capture.steps import Label, StepBuffer
 from bubblescope.capture.timers import ANCHOR_EVERY_NS, CudaTimer
 from bubblescope.model import Kind, Lane
@@ -161,3 +167,79 @@ def test_marks_keep_to_the_stream_that_was_current_when_it_was_held() -> None:
     free = timer.mark()
     assert held is not None and free is not None
     assert (held.event.stream, free.event.stream) == ("compute", "communication")
+
+
+def on_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int | None,
+    connections: str = "",
+    device: Device | None = None,
+) -> Recorder:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    monkeypatch.setattr(recorder, "cuda_timer", lambda index: (device or Device()).timer())
+    made = Recorder(tmp_path, Options(every))
+    made.use_device("cuda", 0)
+    return made
+
+
+def recorded(made: Recorder) -> list[int]:
+    """Those of the next steps that are."""
+    found = []
+    for _ in range(25):
+        here = made.rule.current
+        found += [here.index] if here.sampled else []
+        made.forward_begins()
+        made.step()
+    return found
+
+
+def test_where_events_may_slow_the_job_one_step_in_ten_is_recorded_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = on_gpu(tmp_path, monkeypatch, None, "1")
+    assert recorded(made) == [0, 10, 20]
+    assert len(made.patches.warnings) == 1 and "one step in 10 is recorded" in made.patches.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("every", "connections", "steps", "warnings"),
+    [(1, "1", list(range(25)), 1), (12, "1", [0, 12, 24], 0), (None, "32", list(range(25)), 0)],
+)
+def test_who_chooses_the_share_of_steps_gets_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int | None,
+    connections: str,
+    steps: list[int],
+    warnings: int,
+) -> None:
+    made = on_gpu(tmp_path, monkeypatch, every, connections)
+    assert recorded(made) == steps and len(made.patches.warnings) == warnings
+
+
+def test_a_job_without_gpus_is_recorded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    made = Recorder(tmp_path)
+    made.use_device("cpu", 0)
+    assert recorded(made) == list(range(25)) and made.patches.warnings == []
+
+
+def test_what_runs_while_a_cuda_graph_is_captured_is_skipped_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`FakeEvent.record` asserts that nothing is recorded into the user's graph."""
+    device = Device()
+    made = on_gpu(tmp_path, monkeypatch, None, device=device)
+    label = (Label(Kind.FORWARD, 0, 0),)
+    made.forward_begins()
+    device.capturing = True
+    made.add(Lane.COMPUTE, made.mark(), made.mark(), label)
+    device.capturing = False
+    made.add(Lane.COMPUTE, made.mark(), made.mark(), label)
+    assert len(made.rule.current.events) == 1
+    made.step()
+    assert made._losses() == {
+        "dropped": {"graph-capture": 2},
+        "warnings": ["what runs while a CUDA graph is captured is not timed: an event would become part of the graph"],
+    }

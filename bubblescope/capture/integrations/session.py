@@ -20,7 +20,7 @@ class Session:
         self,
         folder: str | os.PathLike[str] = "runs/bubblescope",
         *,
-        every: int = 1,
+        every: int | None = None,
         warmup: int = 1,
         max_steps: int | None = None,
         log: bool = True,
