@@ -21,6 +21,7 @@ from bubblescope.label.borders import Border, Borders
 from bubblescope.label.evidence import (
     OPTIMIZER_KERNEL,
     Int,
+    Mask,
     around,
     backward_evidence,
     issue_time,
@@ -99,19 +100,31 @@ def _stages_of_labelled(run: Run) -> Run:
 
 
 def _only_direction(run: Run, ranks: list[int]) -> Run:
-    """Ranks with no place in a pipeline: forward or backward where autograd shows it, and no more."""
+    """Ranks with no place in a pipeline: forward or backward where autograd shows it, and no more. What a step issues
+    after its last backward (metrics, moving averages) is no forward."""
     if not ranks:
         return run
     spans = run.spans
-    sense = backward_evidence(run, issue_time(run), launched(run))
+    at = issue_time(run)
+    sense = backward_evidence(run, at, launched(run))
     rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER) & np.isin(spans.rank, ranks)
     if not np.any(rows & (sense < 0)):
         return run
     kind = spans.kind.copy()
     kind[rows & (sense < 0)] = Kind.BACKWARD
-    kind[rows & (sense > 0)] = Kind.FORWARD
+    kind[rows & (sense > 0) & _before_backward(run, rows & (sense < 0), at)] = Kind.FORWARD
     layout = replace(run.layout, inferred={**run.layout.inferred, "kinds": "autograd engine calls around the launch"})
     return replace(run, spans=spans.with_columns(kind=kind), layout=layout)
+
+
+def _before_backward(run: Run, backward: Mask, at: Int) -> Mask:
+    """Rows issued before the last backward of their step on their rank."""
+    spans = run.spans
+    key = spans.rank.astype(np.int64) * (int(spans.step.max()) + 2) + spans.step + 1
+    last = np.full(int(key.max()) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, key[backward], at[backward])
+    result: Mask = at < last[key]
+    return result
 
 
 # --- segments between messages -------------------------------------------------------------------------------

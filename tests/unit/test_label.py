@@ -183,6 +183,31 @@ def test_all_to_all_messages_are_no_pipeline(tmp_path: Path) -> None:
     assert "no-pipeline-found" in [n.code for n in run.notices]
 
 
+def test_what_a_step_runs_after_its_last_backward_is_no_forward(tmp_path: Path) -> None:
+    """Metrics or moving averages, as in the step of a rank without a pipeline: launched outside of autograd."""
+    truth = simulate(Shape(stages=1, scale=(1.0,), microbatches=2, schedule="GPipe"))
+    docs = traces(truth, Style(launches=True, autograd=True, world=4))
+    events = docs[0]["traceEvents"]
+    end = max(e["ts"] + e["dur"] for e in events if e.get("cat") == "kernel")
+    for event in events:
+        if event["name"].startswith("ProfilerStep"):
+            event["dur"] = end + 1_000 - event["ts"]
+    for k in range(3):
+        at = end + 100 + 10 * k
+        events.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 4000, "tid": 4000,
+                       "ts": at, "dur": 2, "args": {"correlation": 9000 + k}})  # fmt: skip
+        events.append({"ph": "X", "cat": "kernel", "name": "ema", "pid": 0, "tid": 7, "ts": at + 3, "dur": 5,
+                       "args": {"device": 0, "stream": 7, "correlation": 9000 + k}})  # fmt: skip
+    write(tmp_path, docs)
+    run = label(read(tmp_path))
+    s = run.spans
+    named = np.array([run.names[i] for i in s.name.tolist()])
+    kinds = {name: set(s.kind[(named == name) & (s.lane == Lane.COMPUTE)].tolist()) for name in set(named.tolist())}
+    assert kinds["ema"] == {Kind.OTHER}
+    assert kinds["fwd_gemm_0"] == {Kind.FORWARD}
+    assert kinds["bwd_gemm_0"] == {Kind.BACKWARD}
+
+
 def test_overlapped_pairs_are_told_apart_by_autograd(tmp_path: Path) -> None:
     """DualPipeV runs a forward and a backward inside one range; autograd's threads launch the backward."""
     truth = simulate(Shape(stages=2, scale=(1.0, 1.0), microbatches=2, schedule="GPipe"))
