@@ -102,6 +102,8 @@ def _refuse_damaged(parts: list[Part]) -> None:
         if "trace-truncated" in said or packed:
             end = said.get("trace-truncated", f"its {part.events} complete events are used")
             what = f"the file is cut{packed}: {end.removeprefix('the file ends early; ')}"
+        elif "trailing-bytes" in said:
+            what = f"the list of events is followed by more than the end of the file: {said['trailing-bytes']}"
         elif "events-skipped" in said:
             what = f"the file is damaged, cut, or nested too deep: {said['events-skipped']}"
         else:

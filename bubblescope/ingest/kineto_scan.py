@@ -23,7 +23,7 @@ from bubblescope.ingest import jsonrepair
 from bubblescope.ingest.decompress import ahead, blocks
 from bubblescope.ingest.events import Scan
 from bubblescope.ingest.kineto_columns import Columns
-from bubblescope.ingest.kineto_structs import EXACT, LAX, ONE, RAW, STRICT, Event
+from bubblescope.ingest.kineto_structs import EXACT, LAX, NUMBERED, ONE, RAW, STRICT, Event
 from bubblescope.ingest.kineto_values import EXACT_US, MAX_NS, integer
 from bubblescope.ingest.native.scanner import open_scanner
 from bubblescope.ingest.options import DEFAULT, ReadOptions
@@ -36,6 +36,8 @@ _TAIL = 1 << 13
 _BARE_LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _CLOSE = re.compile(rb"\}\s*\](?=\s*(?:[,}]|\Z))")
+_BRACKET = re.compile(rb"\}\s*\]")
+_GOES_ON = re.compile(rb"\]\s*,\s*\{")
 _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
 _PARSE_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, InvalidOperation, OverflowError)
 
@@ -100,12 +102,18 @@ class _Reader:
         self._before: bytes | None = None
         self._after = b""
         self._gap: re.Pattern[bytes] | None = None
+        # The list of events has ended; of what follows the first bytes stay in the buffer, the others are counted.
+        self._closed = False
+        self._beyond = 0
 
     def feed(self, block: bytes) -> None:
         """The next bytes of the file."""
         for at in range(0, len(block), CHUNK):
+            if self._closed and self._end > 3 * CHUNK:
+                self._beyond += len(block) - at
+                return
             self._append(block[at : at + CHUNK] if len(block) > CHUNK else block)
-            if self._end > CHUNK and (self._before is not None or self._open()):
+            if self._end > CHUNK and not self._closed and (self._before is not None or self._open()):
                 self._cut()
 
     def finish(self) -> None:
@@ -117,7 +125,6 @@ class _Reader:
             self.native.flush()
         self.head = _head(self._before or b"", self._after, self.repairs)
         self._note_ranks(self._before or b"")
-        self._note_ranks(self._after)
 
     def _append(self, block: bytes) -> None:
         end = self._end + len(block)
@@ -160,8 +167,8 @@ class _Reader:
         """Decode all but the last, perhaps incomplete, event of the buffer."""
         gap = self._gap_between()
         if gap is not None:
-            self._decode_front(gap[0])
-            self._forget(gap[1])
+            if self._decode_front(gap[0]):
+                self._forget(gap[1])
         elif self._end > _MAX_EVENT:
             raise InputError(
                 f"one event is longer than {_MAX_EVENT:,} bytes", hint="is this a trace at all?", where=self.path
@@ -177,24 +184,27 @@ class _Reader:
                 return last.start() + 1, last.end()
         return None
 
-    def _decode_front(self, end: int) -> None:
-        """Decode the events that end at `end`, where they stand."""
+    def _decode_front(self, end: int) -> bool:
+        """Decode the events that end at `end`, where they stand; False, and nothing done, where the list closes there."""
         kept = self._buffer[end]
         self._buffer[end] = ord("]")
         done = self._take(memoryview(self._buffer)[: end + 1])
         self._buffer[end] = kept
         if not done:
-            self._repair(bytes(memoryview(self._buffer)[1:end]))
+            text = bytes(memoryview(self._buffer)[1:end])
+            self._closed = _closes_in(text) is not None
+            if not self._closed:
+                self._repair(text)
+        return not self._closed
 
     def _last(self, rest: bytes) -> None:
         """The end of the stream: last events, the closing bracket, and the keys that follow it."""
         if re.match(rb"\s*\]", rest):
-            self._after = rest
+            self._end_list(rest.lstrip())
             return
         for match in _closings(rest):
             if self._take(b"[" + rest[: match.start() + 1] + b"]"):
-                self._after = rest[match.end() - 1 :]
-                self._check_trailing()
+                self._end_list(rest[match.end() - 1 :])
                 return
         close = self._closing(rest)
         if close is None:
@@ -204,11 +214,14 @@ class _Reader:
         if events.endswith(b","):
             self.repairs["comma before the closing bracket"] += 1
         self._decode(events.rstrip(b","))
-        self._after = rest[close:]
+        self._end_list(rest[close:])
 
     def _closing(self, rest: bytes) -> int | None:
-        """Where the list closes that holds entries which are no events, or damaged ones: the bracket that matches, else
-        the last one that leaves a sound end of the document."""
+        """Where the list closes that holds entries which are no events, or damaged ones, or that something follows: the
+        bracket that matches, else the last one that leaves a sound end of the document."""
+        place = _closes_in(rest)
+        if place is not None:
+            return place
         end = jsonrepair.value_end(b"[" + rest, 0)
         places = [end - 2] if end is not None else []
         places += [match.end() - 1 for match in _closings(rest)]
@@ -228,23 +241,27 @@ class _Reader:
             self.truncated = True
             return
         self._decode(tail[:end])
-        self._after = tail[end:]
-        if not re.match(rb"\s*\]", self._after):
+        if re.match(rb"\s*\]", tail[end:]):
+            self._end_list(tail[end:].lstrip())
+        else:
             self.truncated = True
-        else:
-            self._check_trailing()
 
-    def _check_trailing(self) -> None:
-        """What follows the end of the document: another rank's file, or the rest of a longer one."""
-        if self._before == b"":
-            extra = self._after.strip()[1:].strip()
-        else:
-            end = jsonrepair.value_end(b"{" + self._after.lstrip()[1:].lstrip(b", \r\n\t"), 0)
-            extra = self._after[end:].strip() if end is not None and end < len(self._after) else b""
-            if end is None:
-                self.truncated = True
-        if len(extra) > 8:
-            self.trailing = len(extra)
+    def _end_list(self, after: bytes) -> None:
+        """Take what follows the list of events, from its bracket on: the last keys of the document. And then perhaps
+        another rank's file, the rest of a longer one, or a second list of events."""
+        self._note_ranks(after)
+        end: int | None = 1
+        if self._before != b"":
+            keys = after[1:].lstrip(b", \r\n\t")
+            end = jsonrepair.value_end(b"{" + keys, 0)
+            end = None if end is None else len(after) - len(keys) + end - 1
+            second = _OPEN.search(after)
+            if second is not None and (end is None or second.start() < end):
+                end = second.start()
+        self.truncated = self.truncated or end is None
+        self._after = after[:end]
+        extra = len(after[len(self._after) :].strip()) + self._beyond
+        self.trailing = extra if extra > 8 else 0
 
     def _decode(self, text: bytes) -> None:
         """Add the events of ``{…}, {…}``; the ladder."""
@@ -271,7 +288,7 @@ class _Reader:
             if self.native.take(array):
                 return True
             self.native.flush()
-        events = _try(STRICT, array)
+        events = _try(NUMBERED if self.columns.numbered else STRICT, array)
         if events is not None and self.columns.add_strict(events):
             return True
         events = _try(LAX, array)
@@ -392,6 +409,14 @@ def _closings(rest: bytes) -> Iterator[re.Match[bytes]]:
     yield from found[-8:] if len(found) > 16 else found
     if len(found) > 16:
         yield from found[:8]
+
+
+def _closes_in(text: bytes) -> int | None:
+    """Where the list of these events closes, all of them sound: not before another event."""
+    end = jsonrepair.value_end(b"[" + text, 0) if _BRACKET.search(text) else None
+    if end is None or _GOES_ON.match(text, end - 2) or _try(RAW, b"[" + text[: end - 1]) is None:
+        return None
+    return end - 2
 
 
 def _not_a_trace(text: bytes, path: str) -> InputError:

@@ -394,6 +394,27 @@ def test_nanoseconds_in_decimal_text_survive_as_they_are(tmp_path: Path) -> None
         assert scan(str(tmp_path / "one.json")).events.start_ns.tolist() == [ns]
 
 
+@pytest.mark.parametrize("base", [2**63 - 1, -5, 2**61, "soon", 1e300, [1], True])
+def test_a_base_time_that_is_none_is_not_added_and_said(tmp_path: Path, base: Any) -> None:
+    docs = documents()
+    docs[2]["baseTimeNanoseconds"] = base
+    write_all(tmp_path, docs)
+    run = read(tmp_path)
+    assert [n.code for n in run.notices] == ["base-time-unusable"]
+    assert busy_ns(run, 2) == TRUTH.busy_ns(2)
+    assert abs(run.spans.start_ns).max() < 1 << 61
+
+
+@pytest.mark.parametrize("number", [2**31 - 1, 2**21, -5, 0])
+def test_an_impossible_world_size_lists_no_missing_ranks(tmp_path: Path, number: int) -> None:
+    """Listing two billion ranks would take all memory; the size of the largest process group stands for it."""
+    docs = documents()
+    for document in docs.values():
+        document["distributedInfo"]["world_size"] = number
+    write_all(tmp_path, docs)
+    assert read(tmp_path).layout.world_size == 4
+
+
 def test_every_rank_has_its_own_base_time_added_back(tmp_path: Path) -> None:
     epoch = 1_712_000_000_000_000_000
     style = Style(

@@ -218,6 +218,32 @@ def test_only_a_file_that_is_cut_is_called_cut() -> None:
         assert "trace-truncated" in [n.code for n in scan_blocks([data[:-14]], "x").notices]
 
 
+@pytest.mark.parametrize("chunk", [kineto_scan.CHUNK, 700])
+@pytest.mark.parametrize(
+    ("first", "between", "second"),
+    [
+        ('{"traceEvents": [%s], "end": 2}', "", '{"traceEvents": [%s]}'),
+        ('{"traceEvents": [%s]}', "\n", "[%s]"),
+        ('{"traceEvents": [%s], "end": 2', ", ", '"traceEvents": [%s]}'),
+        ("[%s]", "", "[%s]"),
+    ],
+)
+def test_a_second_list_of_events_is_counted_and_not_read(
+    monkeypatch: pytest.MonkeyPatch, first: str, between: str, second: str, chunk: int
+) -> None:
+    """Of whatever size: the events of two files, or of two lists, are no one's."""
+    monkeypatch.setattr(kineto_scan, "CHUNK", chunk)
+    other = second % ", ".join(map(_entry, range(100, 160)))
+    data = (first % ", ".join(map(_entry, range(30))) + between + other).encode()
+    agree(data)
+    found = scan_blocks([data], "x")
+    assert found.events.corr.tolist() == list(range(30))
+    (notice,) = found.notices
+    assert notice.code == "trailing-bytes"
+    assert abs(int(notice.message.split()[0].replace(",", "")) - len(other)) <= 1
+    assert found.head == ({"end": 2} if "end" in first else {})
+
+
 def test_beside_damage_entries_that_are_no_events_still_cost_no_event() -> None:
     entries = [_entry(0), "5", _entry(1), _entry(2).replace('"k"', '"k"k"'), "null", _entry(3)]
     data = f'{{"traceEvents": [{", ".join(entries)}]}}'.encode()
