@@ -138,7 +138,8 @@ class Columns:
         bad = [(_NO_TIME if endless[i] else _NEGATIVE, int(cat[i]), rows[i]) for i in np.flatnonzero(~sound).tolist()]
         if bad:
             cat, start, length, rows = cat[sound], start[sound], length[sound], list(compress(rows, sound.tolist()))
-        ids = _strict_ids(rows)
+        args = [e.args for e in rows]
+        ids = _strict_ids(rows, args)
         if ids is None:
             return False
         self.seen += len(events)
@@ -146,15 +147,15 @@ class Columns:
             self._drop(why, code, event)
         names = np.fromiter(map(self._interned.__getitem__, [e.name for e in rows]), np.int32, len(rows))
         comm = np.full(len(rows), -1, dtype=np.int32)
-        for i in [i for i, e in enumerate(rows) if e.args.group is not None or e.args.collective is not None]:
-            comm[i] = self.comm(rows[i].args)
+        for i in [i for i, a in enumerate(args) if a.group is not None or a.collective is not None]:
+            comm[i] = self.comm(args[i])
         block: Block = {"cat": cat, "start_ns": start, "end_ns": start + length, "name": names, "comm": comm, **ids}
         self.add_block(block, len(rows))
         if len(complete) < len(events):
             for event in events:
                 if type(event) is Metadata:
                     self.add_metadata(event)
-                elif isinstance(event, Arrow):
+                elif not self.numbered and isinstance(event, Arrow):
                     self.add_arrow(event, begins=type(event) is ArrowBegin)
         return True
 
@@ -320,9 +321,8 @@ def _shown(time: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def _strict_ids(rows: list[Any]) -> Block | None:
+def _strict_ids(rows: list[Any], args: list[Any]) -> Block | None:
     """The columns of numbers. None when a thread has a name in place of a number."""
-    args = [e.args for e in rows]
     columns = {
         "pid": [e.pid for e in rows],
         "tid": [e.tid for e in rows],

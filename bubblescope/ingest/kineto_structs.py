@@ -128,13 +128,19 @@ class ArrowEnd(Arrow, gc=False, tag_field="ph", tag="f"):
     """Where it ends."""
 
 
-_OTHERS = tuple(
-    msgspec.defstruct(f"_Phase{ord(letter)}", [], gc=False, tag_field="ph", tag=letter) for letter in PHASES
-)
+def _bare(phases: str) -> tuple[Any, ...]:
+    """Structs of events of which nothing is read."""
+    return tuple(msgspec.defstruct(f"_Phase{ord(p)}", [], gc=False, tag_field="ph", tag=p) for p in phases)
 
-_UNION: Any = Union[(Complete, Metadata, ArrowBegin, ArrowEnd, *_OTHERS)]
 
-STRICT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[_UNION])
+def _strict(*kinds: Any) -> msgspec.json.Decoder[Any]:
+    union: Any = Union[(Complete, Metadata, *kinds, *_bare(PHASES))]
+    return msgspec.json.Decoder(list[union])
+
+
+STRICT = _strict(ArrowBegin, ArrowEnd)
+NUMBERED = _strict(*_bare("sf"))
+"""As `STRICT`, without arrows: there are two for every launch, and few files need them."""
 LAX = msgspec.json.Decoder(list[Event])
 EXACT = msgspec.json.Decoder(list[ExactEvent])
 RAW = msgspec.json.Decoder(list[msgspec.Raw])
