@@ -185,7 +185,7 @@ class _Reader:
         return None
 
     def _decode_front(self, end: int) -> bool:
-        """Decode the events that end at `end`, where they stand; False, and nothing done, where the list closes there."""
+        """Decode the events that end at `end`, where they stand; False, and nothing done, where the list has closed."""
         kept = self._buffer[end]
         self._buffer[end] = ord("]")
         done = self._take(memoryview(self._buffer)[: end + 1])
