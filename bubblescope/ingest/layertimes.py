@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bubblescope.errors import InputError
+from bubblescope.ingest import handwritten
 from bubblescope.model.layers import LayerTime
 
 HINT = "columns: name, forward_s, backward_s, and if you like bytes, pinned (first or last)"
@@ -28,9 +29,10 @@ def read(path: str | Path) -> list[LayerTime]:
     """All layers of the file, in order. Raises InputError, with the row, for anything that is not as it should be."""
     where = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = handwritten.text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot be read: {error}", where=where, hint=HINT) from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"cannot be read: {reason}", where=where, hint=HINT) from error
     rows = _json_rows(text, where) if text.lstrip()[:1] in ("[", "{") else list(csv.DictReader(io.StringIO(text)))
     if not rows:
         raise InputError("holds no layer", where=where, hint=HINT)

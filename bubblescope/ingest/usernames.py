@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bubblescope.errors import UsageError
+from bubblescope.ingest import handwritten
 from bubblescope.ingest.options import NameRule, linear_pattern
 from bubblescope.model import Kind
 
@@ -35,26 +36,18 @@ KINDS: dict[str, Kind | None] = {
 _NUMBERS = ("stage", "microbatch", "chunk")
 _KEYS = ("name", "kind", *_NUMBERS)
 _LARGEST = 1 << 20
-_MOST_BYTES = 1 << 20
 
 
 def load(path: str | Path) -> tuple[NameRule, ...]:
     """The rules in the file. Raises UsageError that names the line and the key of what is wrong."""
     where = str(path)
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(f"the names file cannot be read: {why}", hint=_HINT, where=where) from error
-    if len(data) > _MOST_BYTES:
-        raise UsageError(f"the names file has more than {_MOST_BYTES:,} bytes", hint=_HINT, where=where)
-    try:
-        text = data.decode("utf-8-sig")
+        return parse(handwritten.text(path), where)
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise UsageError(f"the names file is not UTF-8 text in line {line}", hint=_HINT, where=where) from error
-    return parse(text, where)
+    except OSError as error:
+        raise UsageError(f"the names file cannot be read: {error.strerror}", hint=_HINT, where=where) from error
 
 
 def parse(text: str, where: str = "") -> tuple[NameRule, ...]:

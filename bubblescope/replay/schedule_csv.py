@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bubblescope.errors import InputError, ScheduleError, UsageError
+from bubblescope.ingest import handwritten
 from bubblescope.model import Action, Kind
 from bubblescope.replay.dag import build_dag
 from bubblescope.replay.schedules import Schedule, recognise, stage_ranks
@@ -32,7 +33,7 @@ def load_csv(path: str | Path) -> Schedule:
     cannot be read; ScheduleError, with row and cell, for an entry that is no action, or an order that cannot run.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = handwritten.text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"the schedule cannot be read: {reason}", where=str(path)) from error
@@ -65,8 +66,20 @@ def parse_csv(text: str, where: str = "") -> Schedule:
         build_dag(orders, overlapped)
     except ScheduleError as error:
         raise ScheduleError(error.what, hint=error.hint, where=where) from error
+    _check_numbering({action.microbatch for order in orders.values() for action in order}, where)
     found = recognise(orders)
     return Schedule(found.name if found.exact else "custom", orders, overlapped)
+
+
+def _check_numbering(microbatches: set[int], where: str) -> None:
+    highest = max(microbatches)
+    if highest + 1 != len(microbatches):
+        missing = next(number for number in range(highest) if number not in microbatches)
+        raise ScheduleError(
+            f"micro-batch {highest} is there, but micro-batch {missing} is not",
+            hint="micro-batches are counted from 0, without holes",
+            where=where,
+        )
 
 
 def _parse_cell(cell: str, where: str) -> Group:

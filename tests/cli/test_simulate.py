@@ -107,7 +107,10 @@ def test_one_of_each_is_said_in_the_singular(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("1F1B: 1 GPU, 1 chunk each, 1 micro-batch\n")
 
 
-@pytest.mark.parametrize("content", [None, b"\xff0F0", b"0F0,0F0,0B0", b"", b"0F0;0F1", b"(0F0;0F1;0B0)OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"\xff0F0", b"0F0,0F0,0B0", b"0F7,0B7", b"0F0,0F2,0B0,0B2", b"", b"0F0;0F1", b"(0F0;0F1;0B0)OVERLAP_F_B"],
+)
 def test_every_unusable_order_is_exit_3_with_a_hint(
     content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,6 @@ def test_what_is_wrong_is_named_with_line_and_key(text: str, said: str) -> None:
         (None, "cannot be read: No such file"),
         (b"[[range]]\nname = '\xff'\n", "not UTF-8 text in line 2"),
         (b"[[range]\n", "not TOML.*line 1"),
-        (b"# " + b"x" * (1 << 20), "more than 1,048,576 bytes"),
     ],
 )
 def test_a_names_file_that_cannot_be_used_is_wrong_usage_before_anything_is_read(
