@@ -359,6 +359,7 @@ class Recorder:
             "rank": rank,
             "world": world,
             "framework": self.framework,
+            "layout": self._layout,
             "clock": self._clock,
             "hooks": {"installed": sorted(self.patches.hooks), "refused": dict(self.patches.refused)},
             "options": {

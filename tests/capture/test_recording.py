@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -133,6 +134,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[
 
 def steps_of(run: Run) -> list[int]:
     return sorted(set(run.spans.step.tolist()))
+
+
+def test_the_header_says_which_stages_run_on_which_device(odd: tuple) -> None:  # type: ignore[type-arg]
+    for rank in (0, 1):
+        header, layout = [json.loads(line) for line in (odd[0] / "accumulate" / f"rank-{rank:05d}.jsonl").open()][:2]
+        assert (header["kind"], layout["kind"]) == ("header", "layout")
+        assert header["layout"] == {name: value for name, value in layout.items() if name != "kind"}
+        assert header["layout"]["stages"] == [rank] and header["layout"]["device"]["type"] == "cpu"
 
 
 def test_gradient_accumulation_is_one_step_with_microbatches_numbered_on(odd: tuple) -> None:  # type: ignore[type-arg]
