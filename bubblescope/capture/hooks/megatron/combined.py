@@ -114,7 +114,7 @@ def _add_rows(job: Job, call: _Call, end: Any) -> None:
     _add_both(job, call, begun, done, [piece for piece in call.weights if piece[0] <= handed_over])
     late = [(place, (Lane.COMPUTE, *piece, -1, -1, 0, ())) for place, *piece in call.weights if place > handed_over]
     if back is not None:
-        label = Label(Kind.BACKWARD_WEIGHT, job.stage(back[1]), name="after the gradient was sent")
+        label = Label(Kind.BACKWARD_WEIGHT, job.stage(back[1]), back[0])
         for _, event in late:
             add(Lane.COMPUTE, event[1], event[2], (label,))
     others = [event for _, event in sorted([*late, *messages[first:]], key=lambda entry: entry[0])]
