@@ -34,7 +34,7 @@ NOT_RUN = {
                                  "needs a Kubernetes cluster"],
     "docs/howto/megatron.md": ["needs GPUs and Megatron-LM"],
     "docs/howto/nsys.md": ["needs GPUs and Nsight Systems"],
-    "docs/howto/slurm.md": ["needs a Slurm cluster", "needs a Slurm cluster"],
+    "docs/howto/slurm.md": ["needs a Slurm cluster", "needs MPI", "needs a Slurm cluster"],
     "docs/howto/tensorboard.md": ["needs traces of a GPU job", "needs the tensorboard extra"],
     "docs/howto/torchtitan.md": ["needs GPUs and torchtitan"],
     "docs/monitoring.md": ["serves until Ctrl-C"],
