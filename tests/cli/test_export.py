@@ -210,12 +210,22 @@ def test_a_time_that_is_none_is_wrong_usage_before_anything_is_read(value: str, 
     assert "\nhint: " in done.stderr
 
 
-@pytest.mark.parametrize(("option", "extra"), [("--parquet", "parquet"), ("--tensorboard", "tensorboard")])
-def test_a_package_that_is_missing_is_wrong_usage_before_anything_is_read(option: str, extra: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "option", "extra"),
+    [
+        (["--parquet", "folder"], "--parquet", "parquet"),
+        (["--tensorboard", "folder"], "--tensorboard", "tensorboard"),
+        (["--engine", "dask", "--scheduler", "tcp://127.0.0.1:1"], "--engine dask", "dask"),
+    ],
+)
+def test_a_package_that_is_missing_is_wrong_usage_before_anything_is_read(
+    arguments: list[str], option: str, extra: str
+) -> None:
     code = (
         "import importlib.util, sys; from bubblescope.cli import main; known = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: None if name in ('pyarrow', 'tensorboard') else known(name)\n"
-        f"sys.exit(main.run(['analyze', 'nowhere', '{option}', 'folder']))"
+        "MISSING = ('pyarrow', 'tensorboard', 'distributed')\n"
+        "importlib.util.find_spec = lambda name, *more: None if name in MISSING else known(name)\n"
+        f"sys.exit(main.run(['analyze', 'nowhere', *{arguments!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
