@@ -11,9 +11,11 @@ from bubblescope.capture.integrations import results, trackers
 
 
 class Session:
-    """One training run of a trainer. folder, every, warmup, max_steps: as for `bubblescope.record`.
+    """One training run of a trainer; its callback is a class of both. folder, every, warmup, max_steps: as for
+    `bubblescope.record`.
 
     log: whether rank 0 analyses the recording at the end, and logs bubble ratio and causes to the active run.
+    results: what was logged.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Session:
         self._options: dict[str, Any] = {"every": every, "warmup": warmup, "max_steps": max_steps}
         self._log = log
         self._recording: Any = None
+        self.results: dict[str, float] = {}
 
     def begin(self) -> None:
         """Start recording this rank."""
@@ -51,6 +54,6 @@ class Session:
         folder = self.stop()
         if not self._log or folder is None or rank_and_world()[0] != 0 or not any(folder.glob("rank-*.jsonl")):
             return {}
-        found = results.metrics(folder)
-        trackers.log_metrics(found, step, tensorboard)
-        return found
+        self.results = results.metrics(folder)
+        trackers.log_metrics(self.results, step, tensorboard)
+        return self.results
