@@ -38,6 +38,7 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     _refuse_two_ranks(scan)
     _refuse_unusable_times(scan)
     events, said = _sound(scan)
+    _refuse_nameless(scan, events)
     names = Names()
     table = _Table(scan, events, CommNames.of(options), who, names, tuple(r for r in options.names if r.kind is None))
     pieces, timing, notices = _pieces(table)
@@ -89,9 +90,25 @@ def _refuse_unusable_times(scan: Scan) -> None:
         return
     raise InputError(
         f"{what} cannot be used: {'; '.join(f'{n} have {why}' for why, n in sorted(scan.dropped.items()))}",
-        hint="times are numbers that count microseconds; convert those in another unit or notation, or record again",
+        hint="record or export it again; in a torch.profiler trace times are numbers that count microseconds",
         where=scan.path,
     )
+
+
+def _refuse_nameless(scan: Scan, events: Events) -> None:
+    """Raise InputError where kernels without a name take a good part of all kernels' time, and NCCL's metadata on others
+    does not tell what they are not: any of them may be communication, which is no work."""
+    nameless = np.array([not text.strip() for text in scan.names.texts], dtype=np.bool_)
+    kernel, length = events.cat == Cat.KERNEL, events.end_ns - events.start_ns
+    if (events.comm[kernel] >= 0).any():
+        return
+    unknown = int(length[kernel & nameless[events.name]].sum())
+    if unknown > _STRAY * int(length[kernel].sum()):
+        raise InputError(
+            f"kernels of {unknown / 1e6:.3f} ms have no name: communication cannot be told from work",
+            hint="export or record it again, with the names of kernels",
+            where=scan.path,
+        )
 
 
 def _sound(scan: Scan) -> tuple[Events, list[Notice]]:

@@ -33,6 +33,7 @@ OURS = (KERNELS, NVTX, RUNTIME, "StringIds", "META_DATA_EXPORT", "TARGET_INFO_SE
 _RANGES = {"NvtxPushPopRange": 59, "NvtxStartEndRange": 60, "NvtxtPushPopRange": 70, "NvtxtStartEndRange": 71}
 _DOMAIN = {"NvtxDomainCreate": 75}
 _CHUNK = 1 << 16
+_STRAY = 0.05
 
 
 @dataclass(eq=False)
@@ -70,11 +71,34 @@ def processes(connection: sqlite3.Connection, path: str, options: ReadOptions) -
             where=path,
         )
     device = [file.kernels(), *(file.copies(t) for t in COPIES), file.graphs()]
-    keys = sorted({int(k) for t in device for k in np.unique(t[:, 0])} | {key for key, _ in file.untimed})
+    untimed = {key for key, _ in file.untimed}
     host = file.runtime()
     ranges = file.nvtx()
+    device = _owned(file, device, {*np.unique(host[:, 0]).tolist(), *(tid >> 24 for tid, *_ in ranges)})
+    keys = sorted({int(k) for t in device for k in np.unique(t[:, 0])} | untimed)
     gpus = file.gpus()
     return [_Builder(file, key).build([*device, host], ranges, gpus) for key in keys], file.notices
+
+
+def _owned(file: _File, device: list[Int], others: set[int]) -> list[Int]:
+    """Device rows with their process. Those that name none are the only process's; of several processes a few are left
+    out, with a Notice. Raises InputError where these are more than a few: together they would be one GPU."""
+    orphans = sum(int((t[:, 0] <= 0).sum()) for t in device)
+    if not orphans:
+        return device
+    known = {key for key in others | {int(k) for t in device for k in np.unique(t[:, 0])} if key > 0}
+    if len(known) <= 1:
+        own = next(iter(known), 0)
+        return [np.column_stack([np.where(t[:, 0] > 0, t[:, 0], own), t[:, 1:]]) for t in device]
+    what = f"{orphans} GPU events name none of the {len(known)} processes in the file"
+    if orphans > _STRAY * sum(map(len, device)):
+        raise InputError(
+            f"{what}: whose they are cannot be told",
+            hint="export it again with another version of nsys, or record every process into a file of its own",
+            where=file.path,
+        )
+    file.notices.append(Notice("events-dropped", f"{what}; they are not used", file.path))
+    return [t[t[:, 0] > 0] for t in device]
 
 
 # --- SQL -----------------------------------------------------------------------------------------------------

@@ -346,6 +346,18 @@ def test_a_rank_without_one_usable_time_is_refused_for_that(
     assert "microseconds" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", [None, "", " "])
+def test_kernels_without_names_are_refused_unless_metadata_tells_them_apart(tmp_path: Path, name: str | None) -> None:
+    for metadata in (True, False):
+        docs = documents(metadata=metadata)
+        for event in (e for e in docs[2]["traceEvents"] if e.get("cat") == KERNELS):
+            event["name"] = name
+        write_all(tmp_path, docs)
+        run = read(tmp_path)
+        assert run.ranks == ([0, 1, 2, 3] if metadata else [0, 1, 3])
+        assert all(busy_ns(run, rank) == TRUTH.busy_ns(rank) for rank in run.ranks)
+
+
 @pytest.mark.parametrize("by_arguments", [True, False])
 def test_a_file_with_two_devices_at_work_is_refused_and_costs_no_other(tmp_path: Path, by_arguments: bool) -> None:
     """One process that drives two GPUs: the union of both would be nobody's busy time."""

@@ -265,10 +265,33 @@ def test_an_export_without_gpu_events_says_how_to_record_them(tmp_path: Path) ->
     assert "--trace=cuda,nvtx" in caught.value.hint
 
 
-@pytest.mark.parametrize("table", sorted(set(nsys_gen.DDL) - {"CUPTI_ACTIVITY_KIND_KERNEL"}))
+@pytest.mark.parametrize("table", sorted(set(nsys_gen.DDL) - {"CUPTI_ACTIVITY_KIND_KERNEL", "StringIds"}))
 def test_any_table_may_be_missing(tmp_path: Path, table: str) -> None:
     path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(lacking=(table,)))
     assert len(prepare(read(path)).spans)
+
+
+def test_kernels_without_names_are_no_work(tmp_path: Path) -> None:
+    """Without the table of names receives would count as busy."""
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(lacking=("StringIds",)))
+    with pytest.raises(InputError, match="have no name: communication cannot be told from work"):
+        read(path)
+
+
+@pytest.mark.parametrize("process", ["NULL", "-1", "'x'"])
+def test_kernels_that_name_no_process_are_never_merged_over_processes(tmp_path: Path, process: str) -> None:
+    lost = f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = {process}"
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"))
+    with pytest.raises(InputError, match="name none of the 4 processes"):
+        read(change(path, lost))
+    one = nsys_gen.write(tmp_path / "one.sqlite", {2: documents(ranges="runtime")[2]})
+    run = read(change(one, lost))
+    assert busy_ns(run, run.ranks[0]) == TRUTH.busy_ns(2)
+    few = nsys_gen.write(tmp_path / "few.sqlite", documents(ranges="runtime"))
+    run = read(change(few, lost + " WHERE rowid = 1"))
+    assert [n.message for n in run.notices] == [
+        "1 GPU events name none of the 4 processes in the file; they are not used",
+    ]
 
 
 def test_a_truncated_export_gives_its_rows_or_a_reason(tmp_path: Path) -> None:
