@@ -459,7 +459,9 @@ def label_microbatch_count(run: Run) -> Run:
     rows = np.isin(spans.kind, (Kind.FORWARD, *BACKWARD_KINDS)) & (spans.microbatch >= 0) & (spans.lane == Lane.COMPUTE)
     if layout.microbatches is not None or not rows.any():
         return run
-    triples = np.unique(np.stack([spans.rank[rows], spans.step[rows], spans.microbatch[rows]]), axis=1)
+    triples = np.stack([spans.rank[rows], spans.step[rows], spans.microbatch[rows]])
+    # Most kernels follow one of their own micro-batch, and rows are costly to sort: of such neighbours one is enough.
+    triples = np.unique(triples[:, np.append(True, (triples[:, 1:] != triples[:, :-1]).any(axis=0))], axis=1)
     _, counts = np.unique(triples[:2], axis=1, return_counts=True)
     usual = Counter(counts.tolist())
     m = max(usual, key=lambda c: (usual[c], c))

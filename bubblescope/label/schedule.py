@@ -93,6 +93,7 @@ def _other_work(run: Run) -> float:
     highest of all ranks. Weight gradients that could not be recognised are such."""
     spans = run.spans
     compute = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.step >= 0))
+    length = spans.duration_ns
     most = 0.0
     for _, picked in intervals.rows_by(spans.rank[compute]):
         mine = compute[picked]
@@ -104,8 +105,8 @@ def _other_work(run: Run) -> float:
                 continue
             low, high = spans.start_ns[rows[pipeline]].min(), spans.end_ns[rows[pipeline]].max()
             within = (spans.kind[rows] == Kind.OTHER) & (spans.start_ns[rows] >= low) & (spans.end_ns[rows] <= high)
-            known += int(spans.duration_ns[rows[pipeline]].sum())
-            other += int(spans.duration_ns[rows[within]].sum())
+            known += int(length[rows[pipeline]].sum())
+            other += int(length[rows[within]].sum())
         most = max(most, other / known if known else 0.0)
     return most
 
