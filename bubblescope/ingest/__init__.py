@@ -99,9 +99,14 @@ def _telling(paths: Sequence[str | Path]) -> Iterator[None]:
 
 
 def _with_names(run: Run, options: ReadOptions) -> Run:
-    """The user's names of ranges travel with the run to where ranges are labelled."""
+    """The user's names of ranges travel with the run to where ranges are labelled; those that fit nothing are said."""
     if not options.names:
         return run
+    unused = [rule.pattern for rule in options.names if not any(rule.search(text) for text in run.names.texts)]
+    if unused:
+        listed = ", ".join(f"'{pattern}'" for pattern in unused[:4]) + (" …" if len(unused) > 4 else "")
+        message = f"{len(unused)} of {len(options.names)} rules of the names file fit no name in the input: {listed}"
+        run = run.with_notices(Notice("names-unused", message))
     return replace(run, source=replace(run.source, details={**run.source.details, "names": options.names}))
 
 

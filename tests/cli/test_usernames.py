@@ -128,6 +128,15 @@ def test_a_names_file_that_cannot_be_used_is_wrong_usage_before_anything_is_read
     assert ", in names.toml\nhint: " in done.stderr
 
 
+def test_a_rule_that_fits_nothing_is_said(tmp_path: Path) -> None:
+    write(tmp_path, traces(simulate(Shape()), STYLE))
+    more = "[[range]]\nname = '^trainr/L'\nkind = 'loss'\n"
+    run = read(tmp_path, options=ReadOptions(names=parse(RULES + more)))
+    (notice,) = [n for n in run.notices if n.code == "names-unused"]
+    assert notice.message == "1 of 3 rules of the names file fit no name in the input: '^trainr/L'"
+    assert "names-unused" not in [n.code for n in read(tmp_path, options=ReadOptions(names=parse(RULES))).notices]
+
+
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "names.toml").write_bytes(b"\xef\xbb\xbf" + RULES.encode())
     assert len(load(tmp_path / "names.toml")) == 2
