@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.align.match import same_clock, wait_transfer
 from bubblescope.analysis.operations import PHASES
 from bubblescope.model import Kind, Lane
 from bubblescope.model.kinds import SHORT
@@ -14,6 +15,7 @@ from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.causes import CAUSES
 from bubblescope.replay.ladder import RUNGS
+from bubblescope.replay.nodes import is_grad
 from bubblescope.replay.program import Node
 
 if TYPE_CHECKING:
@@ -247,10 +249,35 @@ def message_columns(a: Attribution) -> dict[str, NDArray[Any]]:
             }
         )
     if not parts:
-        return {name: np.empty(0) for name in MESSAGE_COLUMNS}
+        parts.append(_matched_columns(a))
     table = {name: np.concatenate([part[name] for part in parts]) for name in MESSAGE_COLUMNS}
     order = np.lexsort((table["send_s"], table["dst"], table["src"], table["step"]))
     return {name: column[order] for name, column in table.items()}
+
+
+def _matched_columns(a: Attribution) -> dict[str, NDArray[Any]]:
+    """Without a replay: the messages between stages that are known, in windows of one step, both ends on one clock."""
+    run, p2p = a.run, a.run.links.p2p
+    send, recv = p2p[:, 0], p2p[:, 1]
+    windows = a.windows.of_spans(run.spans)
+    ws, wr = windows[send], windows[recv]
+    keep = (ws >= 0) & (wr >= 0) & (run.spans.stage[send] >= 0) & (run.spans.stage[recv] >= 0)
+    keep &= (a.windows.step[ws] == a.windows.step[wr]) & same_clock(run, send, recv)
+    m = wait_transfer(run)
+    return {
+        "src": run.spans.rank[send][keep],
+        "dst": run.spans.rank[recv][keep],
+        "direction": np.where(is_grad(run, send), "grad", "act")[keep],
+        "step": a.windows.step[ws][keep],
+        "microbatch": run.spans.microbatch[recv][keep],
+        "send_s": seconds(a, m.sent)[keep],
+        "recv_s": seconds(a, m.posted)[keep],
+        "done_s": seconds(a, m.arrived)[keep],
+        "wait_s": (m.wait * NS)[keep],
+        "transfer_s": (m.transfer * NS)[keep],
+        "exact": (m.sent >= m.posted)[keep],
+        "bytes": np.maximum(run.spans.bytes[send], run.spans.bytes[recv])[keep],
+    }
 
 
 def ideal(a: Attribution) -> pd.DataFrame:

@@ -104,6 +104,26 @@ def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(
             assert gpu["causes"]["exposed_collective"] == pytest.approx(reduces, abs=1e-6)
 
 
+@pytest.mark.parametrize("clocks", ["one host", *sorted(CLOCKS)])
+@pytest.mark.parametrize("without", [0, 1, 2, 3])
+def test_messages_between_the_ranks_that_are_there_are_split(tmp_path: Path, without: int, clocks: str) -> None:
+    """Wait and transfer of a route need its two ends on one clock, not the whole pipeline."""
+    truth = simulate(Shape(steps=3))
+    many = Style(host=lambda rank: "host" if clocks == "one host" else f"host{rank}", clock_ns=CLOCKS.get(clocks, {}))
+    data = report(tmp_path, truth, many, without=without)
+    waits: dict[tuple[int, int, bool], list[float]] = {}
+    for m in truth.messages:
+        if without not in (m.source, m.destination):
+            route = (m.source, m.destination, m.forward)
+            waits.setdefault(route, []).append(max(m.send[0] - m.receive[0], 0) * 1e-9)
+    found = {(row["src"], row["dst"], row["direction"] == "act"): row for row in data["p2p"]}
+    assert found.keys() == waits.keys()
+    for route, row in found.items():
+        assert row["count"] == len(waits[route]) / 3 == 8
+        assert row["wait"] == pytest.approx(sum(waits[route]) / 3, abs=20e-6)
+        assert row["transfer"] == pytest.approx(8 * 50e-6, abs=20e-6)
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 8])
 @pytest.mark.parametrize("without", [None, 1, 6])
 def test_two_replicas_on_several_hosts(tmp_path: Path, hosts: int, without: int | None) -> None:
