@@ -84,6 +84,7 @@ class Agent:
 
     def __init__(self, directory: Path) -> None:
         protocol.make_directory(directory)
+        _sweep(directory)
         self.path = protocol.socket_path(directory, os.getpid())
         self.window: Window | None = None
         self._pid = os.getpid()
@@ -271,6 +272,21 @@ class _Connection:
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(protocol.encode(message))
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the sockets of processes that were killed. A number that is not in our /proc may live in a container that
+    shares the folder: then its socket still answers."""
+    for path in directory.glob("*.sock"):
+        if Path(f"/proc/{path.stem}").exists():
+            continue
+        with contextlib.suppress(OSError, ProtocolError), socket.socket(socket.AF_UNIX) as probe:
+            protocol.check_socket(path, os.geteuid())
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _listen(path: Path) -> socket.socket:

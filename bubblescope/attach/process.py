@@ -104,15 +104,23 @@ def why_not_reachable(pid: int) -> str:
             return f"it belongs to user {uid}, and you are user {os.geteuid()}"
         if platform.machine() != "x86_64" or platform.system() != "Linux":
             return f"injection is written for x86-64 Linux, and this is {platform.machine()} {platform.system()}"
-        if reason := _namespace(pid, fields) or _forbidden(pid, fields):
+        if reason := _namespace(pid) or _forbidden(pid, fields):
             return reason
         return _cannot_take_part(pid, fields)
     except (OSError, KeyError, ValueError) as error:
         return f"it cannot be looked at: {error}"
 
 
-def _namespace(pid: int, fields: dict[str, str]) -> str:
-    if len(fields.get("NSpid", "").split()) > 1:
+def in_container(pid: int) -> bool:
+    """Whether it counts processes by itself: no number that it says is one of ours."""
+    try:
+        return len(status(pid).get("NSpid", "").split()) > 1
+    except OSError:
+        return False
+
+
+def _namespace(pid: int) -> str:
+    if in_container(pid):
         return "it runs in a container; run bubblescope inside that container"
     for kind in ("pid", "mnt"):
         if Path(f"/proc/{pid}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink():

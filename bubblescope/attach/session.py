@@ -151,6 +151,11 @@ def choose(ranks: Sequence[Rank], via: str) -> str:
 
     Raises AttachError that names the ways that are open.
     """
+    if inside := [rank for rank in ranks if rank.agent is None and process.in_container(rank.pid)]:
+        raise AttachError(
+            f"{_some(inside)} cannot be reached from outside of the container",
+            hint="run bubblescope inside it (docker exec, kubectl exec, nsenter --pid --mount --target PID)",
+        )
     has_agent = all(rank.agent is not None for rank in ranks)
     has_kineto = all(rank.kineto for rank in ranks)
     if via == "auto":

@@ -93,6 +93,21 @@ def test_what_a_killed_process_left_is_taken_over(agent_process: Host, tmp_path:
     assert done.stdout.strip().endswith(".sock")
 
 
+def test_sockets_of_killed_processes_go_and_what_lives_or_is_no_socket_stays(
+    agent_process: Host, tmp_path: Path
+) -> None:
+    (tmp_path / "sockets").mkdir(mode=0o700)
+    dead, live, file = (tmp_path / "sockets" / f"{2**22 + i}.sock" for i in range(3))
+    with socket.socket(socket.AF_UNIX) as killed, socket.socket(socket.AF_UNIX) as listening:
+        killed.bind(str(dead))
+        listening.bind(str(live))
+        listening.listen()
+        file.write_text("precious")
+        killed.close()
+        one = agent_process()
+        assert sorted(one.socket.parent.iterdir()) == sorted([one.socket, live, file])
+
+
 @pytest.mark.parametrize("trap", ["link", "file", "open folder", "linked folder"])
 def test_a_trap_in_its_place_means_no_agent_a_warning_and_a_process_that_goes_on(trap: str, tmp_path: Path) -> None:
     script = (

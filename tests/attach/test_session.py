@@ -73,6 +73,16 @@ def test_where_injecting_is_closed_the_reason_is_given(monkeypatch: pytest.Monke
         session._inject([rank()], lambda risk: True, print, with_gdb=False)
 
 
+@pytest.mark.parametrize("via", session.WAYS)
+def test_what_runs_in_a_container_is_attached_to_from_inside(via: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "in_container", lambda pid: pid == 101)
+    ranks = [rank(kineto=True), rank(1, kineto=True)]
+    with pytest.raises(AttachError, match=r"rank 1 \(process 101\) cannot be reached from outside") as caught:
+        session.choose(ranks, via)
+    assert "docker exec" in caught.value.hint
+    assert session.choose([rank(1, **AGENT)], "agent") == "agent", "its agent was found all the same"
+
+
 def test_nothing_is_injected_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inject, "start_agent", lambda *a, **k: pytest.fail("injected"))
     asked: list[str] = []
