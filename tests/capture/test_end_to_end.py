@@ -37,8 +37,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_killing_a_rank_costs_no_finished_step_of_any_rank(killed: Path, tmp_path: Path) -> None:
-    status, data, said = analyze(killed, out=tmp_path)
+@pytest.fixture(scope="module")
+def whole(killed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
+    """What `analyze` makes of it as it is."""
+    return analyze(killed, out=tmp_path_factory.mktemp("whole"))
+
+
+def test_killing_a_rank_costs_no_finished_step_of_any_rank(whole: tuple[int, dict[str, Any], str]) -> None:
+    status, data, said = whole
     assert status == 0
     # Step 0 is warm-up; steps 1 to 4 were finished by all.
     assert [gpu["steps"] for gpu in data["gpus"]] == [4, 4, 4, 4]
@@ -106,16 +112,15 @@ def shifted(folder: Path, to: Path, change: dict[int, int]) -> Path:
 
 @pytest.mark.parametrize("change", [{1: 0}, {1: -1}, {0: -1, 1: -1, 2: -1, 3: -1}], ids=["ts 0", "an hour", "all"])
 def test_a_broken_time_stamp_costs_its_step_and_nothing_else(
-    change: dict[int, int], killed: Path, tmp_path: Path
+    change: dict[int, int], killed: Path, whole: tuple[int, dict[str, Any], str], tmp_path: Path
 ) -> None:
-    status, whole, _ = analyze(killed, out=tmp_path / "whole")
     status, data, _ = analyze(shifted(killed, tmp_path / "bad", change), out=tmp_path / "report")
     assert status == 0
     assert "impossible-times" in {w["code"] for w in data["source"]["warnings"]}
     assert data["steps"]["analysed"] == 3
     assert data["replay"]["trusted"]
     assert 0 < data["bubble"]["fraction"] < 1
-    assert data["gpus"][0]["busy"] == pytest.approx(whole["gpus"][0]["busy"], rel=0.3)
+    assert data["gpus"][0]["busy"] == pytest.approx(whole[1]["gpus"][0]["busy"], rel=0.3)
 
 
 def test_what_is_no_recording_is_refused_with_a_hint(tmp_path: Path) -> None:

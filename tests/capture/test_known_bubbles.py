@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bubblescope.ingest.recording import read
 from bubblescope.report.build import Report, ReportOptions, build
-from tests.support.sleeping import SleepRun, run_pipeline
+from tests.support.predictions import quiet_reports
+from tests.support.sleeping import SleepRun
 from tests.support.synthetic import Job, constant, make_run
 
 pytestmark = pytest.mark.real
@@ -24,20 +21,22 @@ INTRINSIC = ("warmup", "cooldown", "schedule_steady")
 LAST = {"1F1B": (3,), "GPipe": (3,), "Interleaved1F1B": (3, 7)}
 
 
-@pytest.fixture(autouse=True)
-def prompt_wakeups() -> Iterator[None]:
-    """Sleeping stages must wake on time: where we may, ahead of whatever else this machine does."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -15)
-    yield
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, before)
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
 
-def measure(folder: Path, schedule: str, scale: dict[int, float]) -> Report:
-    run_pipeline(SleepRun(schedule, P, M, FORWARD_S, BACKWARD_S, scale=scale, steps=6, out=folder))
-    return build(read(folder), ReportOptions())
+def slow(schedule: str) -> dict[int, float]:
+    """The last GPU takes twice as long."""
+    return dict.fromkeys(LAST[schedule], 2.0)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Reports of real runs, by schedule: with equal stages, and with a slow last GPU ("… slow")."""
+    runs = {}
+    for schedule in SCHEDULES:
+        equal = SleepRun(schedule, P, M, FORWARD_S, BACKWARD_S, steps=5)
+        runs |= {schedule: equal, f"{schedule} slow": replace(equal, scale=slow(schedule))}
+    return quiet_reports(tmp_path_factory.mktemp("known"), runs)
 
 
 def truth(schedule: str, scale: dict[int, float]) -> Report:
@@ -59,9 +58,9 @@ def sums_hold(data: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
-def test_equal_stages_show_the_bubble_of_the_closed_form(schedule: str, tmp_path: Path) -> None:
-    found, wanted = measure(tmp_path, schedule, {}), truth(schedule, {})
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_stages_show_the_bubble_of_the_closed_form(schedule: str, measured: dict[str, Report]) -> None:
+    found, wanted = measured[schedule], truth(schedule, {})
     bubble = found.data["bubble"]
     assert bubble["fraction"] == pytest.approx(wanted.data["bubble"]["fraction"], abs=0.02)
     assert bubble["theory"]["fraction"] == pytest.approx(wanted.data["bubble"]["fraction"], abs=1e-3)
@@ -73,8 +72,8 @@ def test_equal_stages_show_the_bubble_of_the_closed_form(schedule: str, tmp_path
             assert seen["causes"][phase] == pytest.approx(known["causes"][phase], rel=0.10)
 
 
-def test_1f1b_fraction_is_that_of_the_literature(tmp_path: Path) -> None:
-    found = measure(tmp_path, "1F1B", {})
+def test_1f1b_fraction_is_that_of_the_literature(measured: dict[str, Report]) -> None:
+    found = measured["1F1B"]
     assert found.data["bubble"]["fraction"] == pytest.approx(0.2727, abs=0.02)
     for gpu in found.data["gpus"]:
         s = gpu["stage"]
@@ -82,10 +81,11 @@ def test_1f1b_fraction_is_that_of_the_literature(tmp_path: Path) -> None:
         assert gpu["causes"]["cooldown"] == pytest.approx((P - 1 - s) * FORWARD_S + s * BACKWARD_S, rel=0.10)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
-def test_a_last_gpu_twice_as_slow_is_the_largest_cause_after_the_schedule(schedule: str, tmp_path: Path) -> None:
-    scale = dict.fromkeys(LAST[schedule], 2.0)
-    found, wanted = measure(tmp_path, schedule, scale), truth(schedule, scale)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_last_gpu_twice_as_slow_is_the_largest_cause_after_the_schedule(
+    schedule: str, measured: dict[str, Report]
+) -> None:
+    found, wanted = measured[f"{schedule} slow"], truth(schedule, slow(schedule))
     causes = {name: row["seconds"] for name, row in found.data["causes"].items() if name not in INTRINSIC}
     assert max(causes, key=lambda name: causes[name]) == "stage_imbalance"
     step = float(np.mean(found.steps["seconds"]))
