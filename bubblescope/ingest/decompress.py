@@ -48,7 +48,7 @@ def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
 
     A file that is cut or damaged gives what could be unpacked and appends a Notice. Raises InputError when
     more than `max_bytes` come out, or when the packing is not supported here. A text that begins with the mark of
-    UTF-16 (as Windows' shells write it) comes out in UTF-8.
+    UTF-16 (as Windows' shells write it) comes out in UTF-8, and none with a mark.
     """
     with open_binary(path) as file:
         start = file.read(len(_ZSTD))
@@ -114,7 +114,7 @@ def _as_utf8(plain: Iterator[bytes]) -> Iterator[bytes]:
     first = next(plain, b"")
     encoding = _UTF16.get(first[:2])
     if encoding is None:
-        yield first
+        yield first.removeprefix(codecs.BOM_UTF8)
         yield from plain
         return
     decoder = codecs.getincrementaldecoder(encoding)("replace")

@@ -96,8 +96,8 @@ def _refuse_unusable_times(scan: Scan) -> None:
 
 
 def _refuse_nameless(scan: Scan, events: Events) -> None:
-    """Raise InputError where kernels without a name take a good part of all kernels' time, and NCCL's metadata on others
-    does not tell what they are not: any of them may be communication, which is no work."""
+    """Raise InputError where kernels without a name take a good part of all kernels' time: any of them may be
+    communication, which is no work, unless NCCL's metadata tells which kernels are."""
     nameless = np.array([not text.strip() for text in scan.names.texts], dtype=np.bool_)
     kernel, length = events.cat == Cat.KERNEL, events.end_ns - events.start_ns
     if (events.comm[kernel] >= 0).any():

@@ -19,7 +19,7 @@ from bubblescope.ingest.events import CommArgs
 from bubblescope.ingest.identity import rank_in_name
 from bubblescope.ingest.kineto_assemble import assemble
 from bubblescope.ingest.nccl_payload import Call
-from bubblescope.ingest.nsys_tables import OURS, Process, processes
+from bubblescope.ingest.nsys_tables import OURS, SQL_ERRORS, Process, processes
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor, over_files
 from bubblescope.ingest.part import Part, merge
@@ -52,7 +52,7 @@ def sniff(path: str) -> bool:
             found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     except InputError:
         return bool(looks_like(path))
-    except sqlite3.DatabaseError:
+    except SQL_ERRORS:
         return True
     return any(table in found for table in OURS)
 
@@ -113,7 +113,7 @@ def read_file(path: str, options: ReadOptions = DEFAULT) -> _File:
     try:
         with _opened(path, options) as connection:
             found, notices = processes(connection, path, options)
-    except sqlite3.DatabaseError as error:
+    except SQL_ERRORS as error:
         raise InputError(
             f"the SQLite file cannot be read ({error})",
             hint="export it once more: nsys export --type sqlite",

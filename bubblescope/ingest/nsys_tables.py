@@ -32,6 +32,8 @@ OURS = (KERNELS, NVTX, RUNTIME, "StringIds", "META_DATA_EXPORT", "TARGET_INFO_SE
 """An export has one of these tables."""
 _RANGES = {"NvtxPushPopRange": 59, "NvtxStartEndRange": 60, "NvtxtPushPopRange": 70, "NvtxtStartEndRange": 71}
 _DOMAIN = {"NvtxDomainCreate": 75}
+SQL_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What SQLite raises of a damaged file; the latter where its own message quotes bytes of the file."""
 _CHUNK = 1 << 16
 _STRAY = 0.05
 
@@ -139,7 +141,7 @@ class _File:
     def count(self, table: str) -> int:
         if table not in self.tables:
             return 0
-        with contextlib.suppress(sqlite3.DatabaseError):
+        with contextlib.suppress(*SQL_ERRORS):
             return int(self.sql.execute(f'SELECT count(*) FROM "{table}"').fetchone()[0])
         return 0
 
@@ -155,7 +157,7 @@ class _File:
             while chunk := cursor.fetchmany(_CHUNK):
                 got += len(chunk)
                 yield from chunk
-        except sqlite3.DatabaseError as error:
+        except SQL_ERRORS as error:
             message = f"table {table} is damaged ({error}); {got} of its rows are used"
             self.notices.append(Notice("table-damaged", message, self.path))
 

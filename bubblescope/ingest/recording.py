@@ -249,6 +249,7 @@ def _assemble(results: Iterable[tuple[str, _Parsed | InputError]], found: list[P
         where = ", ".join(str(p) for p in found[:3])
         raise _nothing("no line of a bubblescope recording can be read", where)
     chosen = _one_per_rank(_one_job(files, notices), notices)
+    _agree_on_pipelines(chosen, notices)
     return _build(chosen, notices, found)
 
 
@@ -370,6 +371,8 @@ def _take(path: Path, raw: bytes, made: _File | None) -> tuple[_File | None, str
     rows = problem or recorded_rows.pack(line.columns, len(line.texts))
     if isinstance(rows, str):
         return made, rows
+    if made.layout is not None and rows.numbers["stage"].max(initial=-1) >= made.layout.num_stages:
+        return made, f"a stage out of range of its {made.layout.num_stages}"
     line.columns = _NO_COLUMNS
     made.steps.append(line)
     made.rows.append(rows)
@@ -451,6 +454,28 @@ def _one_per_rank(files: list[_File], notices: list[Notice]) -> list[_File]:
             message = f"rank {rank} wrote {len(group)} files; the newest is read, left out: {left}"
             notices.append(Notice("rank-duplicate", message, str(group[-1].path)))
     return chosen
+
+
+def _agree_on_pipelines(files: list[_File], notices: list[Notice]) -> None:
+    """A rank is in one pipeline: where layouts contradict each other, the one that most of its ranks state holds for
+    all of them, and for a rank that none of the others has in its pipeline its own is left out."""
+    stated: dict[tuple[int, ...], list[_File]] = defaultdict(list)
+    for file in files:
+        if file.layout is not None:
+            stated[tuple(file.layout.pp_ranks)].append(file)
+    placed: dict[int, _Layout | None] = {}
+    for pipeline, members in sorted(stated.items(), key=lambda item: (-len(item[1]), item[0])):
+        if not placed.keys() & set(pipeline):
+            placed |= dict.fromkeys(pipeline, members[0].layout)
+    for pipeline, members in stated.items():
+        for file in members:
+            settled_as = placed.get(file.rank)
+            if settled_as is not None and tuple(settled_as.pp_ranks) == pipeline:
+                continue
+            file.layout = settled_as
+            message = f"rank {file.rank}: its layout, a pipeline of ranks {_some(pipeline)}, contradicts other ranks'"
+            how = "; theirs is used" if settled_as is not None else "; it is not used"
+            notices.append(Notice("layout-contradicts", message + how, str(file.path)))
 
 
 # ---- building the run

@@ -256,6 +256,46 @@ def test_an_impossible_layout_is_left_out_and_said(tmp_path: Path, damage: dict[
     assert said in notice.message
 
 
+def test_a_step_with_a_stage_that_its_layout_lacks_is_left_out(tmp_path: Path) -> None:
+    damaged = step(1, [{"stage": 2, "start_ns": 100, "end_ns": 120}])
+    write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, damaged, end())
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {0}
+    assert ["a stage out of range of its 2" in n.message for n in run.notices if n.code == "line-skipped"] == [True]
+
+
+@pytest.mark.parametrize("stated", [[2, 3], [2, 1, 0]])
+def test_of_layouts_that_contradict_each_other_that_of_most_ranks_holds(tmp_path: Path, stated: list[int]) -> None:
+    """Rank 2 would be in a pipeline of its own, and the job have two replicas."""
+    for rank in range(4):
+        write(
+            tmp_path,
+            rank,
+            header(rank, 4),
+            layout(rank, 4, **({"pp_ranks": stated} if rank == 2 else {})),
+            STEP0,
+            end(),
+        )
+    run = recording.read(tmp_path)
+    assert run.layout.pp.tolist() == [0, 1, 2, 3]
+    assert run.layout.data_parallel == 1
+    assert run.layout.stage_rank == {(0, rank): rank for rank in range(4)}
+    (notice,) = [n for n in run.notices if n.code == "layout-contradicts"]
+    assert notice.message.startswith("rank 2: its layout, a pipeline of ranks")
+    assert notice.message.endswith("; theirs is used")
+
+
+def test_a_layout_that_takes_ranks_of_a_whole_pipeline_is_not_used(tmp_path: Path) -> None:
+    for rank in range(3):
+        of_two = {"num_stages": 2, "stages": [rank % 2], "pp_ranks": [0, 1], "stage_ranks": [0, 1]}
+        alone = {"num_stages": 2, "stages": [1], "pp_ranks": [1, 2], "stage_ranks": [1, 2]}
+        write(tmp_path, rank, header(rank, 3), layout(rank, 3, **(alone if rank == 2 else of_two)), STEP0, end())
+    run = recording.read(tmp_path)
+    assert run.layout.pp.tolist() == [0, 1, -1]
+    (notice,) = [n for n in run.notices if n.code == "layout-contradicts"]
+    assert notice.message.endswith("contradicts other ranks'; it is not used")
+
+
 def test_a_byte_order_mark_before_a_recording_is_no_fault(tmp_path: Path) -> None:
     whole = recording.read(two_ranks(tmp_path / "plain"))
     two_ranks(tmp_path / "marked")

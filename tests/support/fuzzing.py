@@ -89,6 +89,7 @@ def seeds(folder: Path) -> tuple[Seed, ...]:
         out.append(Seed("rank0.json", texts[0], (("rank1.json", texts[1]),)))
         out.append(Seed("rank0.json.gz", gzip.compress(texts[0], 1, mtime=0), (("rank1.json", texts[1]),)))
         out.append(Seed("rank0.json", json.dumps(documents[0]["traceEvents"]).encode()))
+    (folder / "seed.sqlite").unlink(missing_ok=True)  # of a process that ended in a failure
     export = nsys_gen.write(folder / "seed.sqlite", traces(truth, Style(launches=True, ranges="runtime")))
     out.append(Seed("job.sqlite", export.read_bytes()))
     out.append(Seed("marks.json", operation_marks(truth)))

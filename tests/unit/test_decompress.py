@@ -78,9 +78,11 @@ def test_a_bomb_stops_at_the_limit_with_a_clear_error(tmp_path: Path) -> None:
         unpack(tmp_path / "bomb.gz", packed, limit=8_000_000)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-8"])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_utf_16_comes_out_as_utf_8(tmp_path: Path, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+def test_a_byte_order_mark_tells_the_encoding_and_goes(
+    tmp_path: Path, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
     """Characters of four bytes lie across the borders of blocks too."""
     text = "a" + "\N{ROCKET}é" * 700_000
     assert unpack(tmp_path / "wide.json", pack(("\N{BYTE ORDER MARK}" + text).encode(encoding))) == (text.encode(), [])

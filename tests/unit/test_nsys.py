@@ -307,6 +307,15 @@ def test_a_truncated_export_gives_its_rows_or_a_reason(tmp_path: Path) -> None:
         assert any(n.code == "table-damaged" for n in run.notices)
 
 
+def test_a_schema_that_is_no_text_is_a_reason(tmp_path: Path) -> None:
+    """SQLite quotes it in its message, which then is no text either."""
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents())
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE NVTX_EVENTS", b"CREATE \xc3ABLE NVTX_EVENTS"))
+    with pytest.raises(InputError, match="cannot be read") as caught:
+        read(path)
+    assert caught.value.hint
+
+
 def test_too_many_events_are_refused(tmp_path: Path) -> None:
     path = nsys_gen.write(tmp_path / "job.sqlite", documents())
     with pytest.raises(InputError, match="more than 10 events"):
