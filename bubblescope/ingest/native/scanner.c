@@ -514,6 +514,27 @@ static inline int key_of(Text key, int64_t length) {
     }
 }
 
+#define FOUR(a, b, c, d) ((uint32_t)(a) | (uint32_t)(b) << 8 | (uint32_t)(c) << 16 | (uint32_t)(d) << 24)
+
+/* The key of an event whose first letter is at p, where it stands as torch writes it: the colon right behind it. After
+ * the colon, or NULL for any other key. */
+static inline Text usual_key(Text p, Text end, int *which) {
+    uint32_t word;
+    if (end - p < 8) return NULL;
+    memcpy(&word, p, sizeof word);
+    if (p[4] == ':') {
+        *which = word == FOUR('c', 'a', 't', '"') ? CAT : word == FOUR('p', 'i', 'd', '"') ? PID
+               : word == FOUR('t', 'i', 'd', '"') ? TID : word == FOUR('d', 'u', 'r', '"') ? DUR : 0;
+        return *which ? p + 5 : NULL;
+    }
+    if (p[4] == '"' && p[5] == ':') {
+        *which = word == FOUR('n', 'a', 'm', 'e') ? NAME : word == FOUR('a', 'r', 'g', 's') ? ARGS : 0;
+        return *which ? p + 6 : NULL;
+    }
+    *which = word == FOUR('t', 's', '"', ':') ? TS : word == FOUR('p', 'h', '"', ':') ? PH : 0;
+    return *which ? p + 4 : NULL;
+}
+
 /* The event (object) at p. After it, or NULL. */
 static Text event_end(const Scanner *s, Text p, Text end, Event *e) {
     int plain;
@@ -521,12 +542,16 @@ static Text event_end(const Scanner *s, Text p, Text end, Event *e) {
     if (p < end && *p == '}') return p + 1;
     for (;;) {
         if (p >= end || *p != '"') return NULL;
-        Text key = p + 1, close = string_end(key, end, &plain);
-        if (!close || !plain) return NULL;
-        int which = key_of(key, close - key);
-        p = skip_space(close + 1, end);
-        if (p >= end || *p != ':') return NULL;
-        p = skip_space(p + 1, end);
+        int which;
+        Text key = p + 1, value = usual_key(key, end, &which);
+        if (UNLIKELY(!value)) {
+            Text close = string_end(key, end, &plain);
+            if (!close || !plain) return NULL;
+            which = key_of(key, close - key);
+            value = skip_space(close + 1, end);
+            if (value >= end || *value++ != ':') return NULL;
+        }
+        p = skip_space(value, end);
         if (e->seen & which) return NULL;
         p = which ? field(s, p, end, which, e) : value_end(p, end, 1);
         e->seen |= which;
