@@ -24,6 +24,7 @@ _PEEK = 8 << 20
 _ITERATION = re.compile(r"iteration\s+(\d{1,12})/.*elapsed time per iteration \(ms\):\s*([\d.]{1,20})")
 _NAME = re.compile(r"\s+([a-z][\w-]{2,60}):\s*$")
 _RANK = re.compile(r"\s+rank\s+(\d{1,7}):\s*([\d.]{1,20})\s*$")
+_UNREAD = re.compile(r"\s+rank\s+\d+:")
 _SPREAD = re.compile(r"\s+([a-z][\w-]{2,60})\s*\.*:\s*\(([\d.]{1,20}), ([\d.]{1,20})\)")
 _MOST = re.compile(r"\s+([a-z][\w-]{2,60})\s*\.+:\s*([\d.]{1,20})\s*$")
 
@@ -61,6 +62,8 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
     usable = [i for i in log.iterations if all(name in i.times for name in BUSY[:2])]
     if not usable:
         raise _no_ranks(log, files[0])
+    if log.unread:
+        notices.append(Notice("line-skipped", f"{log.unread} times of ranks cannot be read", files[0]))
     return _build(usable, files, notices)
 
 
@@ -81,6 +84,7 @@ class _Iteration:
 class _Log:
     iterations: list[_Iteration] = field(default_factory=list)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unread: int = 0
 
 
 def _parse(lines: Iterator[str]) -> _Log:
@@ -93,6 +97,8 @@ def _parse(lines: Iterator[str]) -> _Log:
             timer = ""
         elif rank and timer and log.iterations:
             log.iterations[-1].times.setdefault(timer, {})[int(rank[1])] = _ms(rank[2])
+        elif timer and _UNREAD.match(line):
+            log.unread += 1
         elif name:
             timer = name[1]
         elif spread:
@@ -136,7 +142,18 @@ def _build(iterations: list[_Iteration], files: list[str], notices: list[Notice]
     names, rows = Names(), SpanBuilder()
     work = names.intern("total of " + ", ".join(BUSY))
     mark = names.intern("end of the iteration")
-    ranks = sorted({r for i in iterations for r in i.times[BUSY[0]]})
+    ranks = sorted({r for i in iterations for t in BUSY for r in i.times.get(t, {})})
+    whole = {r for r in ranks if all(r in i.times[t] for i in iterations for t in BUSY[:2])}
+    for rank in sorted(set(ranks) - whole):
+        text = f"rank {rank} lacks a time of {' or '.join(BUSY[:2])} in an iteration; it is left out"
+        notices.append(Notice("rank-incomplete", text, files[0]))
+    ranks = sorted(whole)
+    if not ranks:
+        raise InputError(
+            "no rank has its times in every iteration that the log holds",
+            hint="log per rank (--timing-log-level 2 --timing-log-option all), and cut the log to whole iterations",
+            where=files[0],
+        )
     at, too_long = 0, 0
     for iteration in iterations:
         length = round(iteration.elapsed_ms * 1e6)

@@ -35,6 +35,8 @@ KINDS: dict[str, tuple[Lane, Kind]] = {
 _MESSAGES = ("recv-", "send-", "exchange-")
 # Two tracks of one rank are tensor-parallel ranks when they take equally long, to this share.
 _LOCKSTEP = 0.02
+_MOST_PLACES = 1 << 15
+"""Of pipeline ranks, and of tensor-parallel ones in each: numbers from there on are damage."""
 
 
 def looks_like(name: str) -> bool:
@@ -84,6 +86,8 @@ def _events(path: str, notices: list[Notice], options: ReadOptions) -> list[dict
     events = [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
     if not events:
         raise InputError("no events in the trace", hint="a MegatronApp trace is a JSON list of events", where=path)
+    if len(events) < len(found):
+        notices.append(Notice("events-skipped", f"{len(found) - len(events)} entries that are no events", path))
     return events
 
 
@@ -134,32 +138,36 @@ def _tracks(events: list[dict[str, Any]], path: str, notices: list[Notice]) -> l
     open_: dict[tuple[int, int, str], tuple[int, dict[str, Any]]] = {}
     lost: Counter[str] = Counter()
     for event in events:
-        pid, tid, ts = (_whole(event.get(k)) for k in ("pid", "tid", "ts"))
+        pid, tid, ts = _place(event.get("pid")), _place(event.get("tid"), 0), _whole(event.get("ts"))
         name, phase = str(event.get("name", "")), event.get("ph")
         given = event.get("args")
         args: dict[str, Any] = given if isinstance(given, dict) else {}
         iteration = _whole(args.get("iteration"))
         if pid is None or ts is None or iteration is None:
-            lost["no pid, time or iteration"] += 1
+            lost["no usable pid, time or iteration"] += 1
             continue
-        track = out.setdefault((pid, tid or 0), _Track(pid, tid or 0))
+        track = out.setdefault((pid, tid), _Track(pid, tid))
         if phase == "B":
-            open_[(pid, tid or 0, name)] = (ts * 1000, args)
+            open_[(pid, tid, name)] = (ts * 1000, args)
         elif phase == "E":
-            began = open_.pop((pid, tid or 0, name), None)
+            began = open_.pop((pid, tid, name), None)
             if began is None or ts * 1000 < began[0]:
                 lost["end without a begin"] += 1
                 continue
             track.iterations.setdefault(iteration, []).append((name, began[0], ts * 1000, {**began[1], **args}))
-            track.pp = _whole(args.get("pp_rank"), track.pp)
+            track.pp = _place(args.get("pp_rank"), track.pp)
         elif name in ("iteration begin", "iteration end", "reduce"):
             where = {"iteration begin": track.begins, "iteration end": track.ends, "reduce": track.reduces}[name]
             where[iteration] = ts * 1000
     lost["begin without an end"] += len(open_)
-    if lost.total():
-        why = ", ".join(f"{n} × {reason}" for reason, n in sorted(lost.items()) if n)
+    tracks = [out[k] for k in sorted(out) if out[k].iterations]
+    why = ", ".join(f"{n} × {reason}" for reason, n in sorted(lost.items()) if n)
+    if not tracks:
+        reason = f" ({why})" if why else ""
+        raise InputError(f"no operation of any rank ends in the trace{reason}", hint="is the file whole?", where=path)
+    if why:
         notices.append(Notice("events-dropped", f"{lost.total()} events dropped: {why}", path))
-    return [out[k] for k in sorted(out) if out[k].iterations]
+    return tracks
 
 
 def _whole(value: Any, otherwise: Any = None) -> Any:
@@ -168,10 +176,14 @@ def _whole(value: Any, otherwise: Any = None) -> Any:
     return int(value)
 
 
+def _place(value: Any, otherwise: Any = None) -> Any:
+    """A number of a rank, or of a place among them."""
+    number = _whole(value)
+    return number if number is not None and 0 <= number < _MOST_PLACES else otherwise
+
+
 def _job(tracks: list[_Track], files: list[str], notices: list[Notice]) -> Job:
     """Tracks of a rank are tensor-parallel ranks when they run alike, else recordings of their own."""
-    if not tracks:
-        raise InputError("no operation of any rank ends in the trace", hint="is the file whole?", where=files[0])
     alike = _alike(tracks)
     width = 1 + max(t.tid for t in tracks) if alike else 1
     rank_of = {id(t): t.pid * width + (t.tid if alike else 0) for t in tracks}
@@ -226,8 +238,8 @@ def _iteration(
         records.append(
             Record(
                 rank, step, lane, kind, start + shift, end + shift, name,
-                chunk=_whole(args.get("model_chunk"), 0) if marked else -1,
-                microbatch=_whole(args.get("microbatch"), -1) if marked else -1,
+                chunk=_place(args.get("model_chunk", 0), -1) if marked else -1,
+                microbatch=_place(args.get("microbatch"), -1) if marked else -1,
             )
         )  # fmt: skip
     reduce = track.reduces.get(iteration)

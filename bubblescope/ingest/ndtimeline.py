@@ -68,7 +68,8 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
     notices: list[Notice] = []
     items = [item for path in files for item in _items(path, notices, options)]
     if not items:
-        raise InputError("no records of operations in the trace", hint="see docs/traces.md", where=files[0])
+        said = "".join(f" ({notice.message})" for notice in notices)
+        raise InputError(f"no records of operations in the trace{said}", hint="see docs/traces.md", where=files[0])
     places = _places(items)
     records = _numbered([r for item in items for r in _records(item, places)])
     steps: dict[tuple[int, int], tuple[int, int]] = {}
@@ -102,17 +103,17 @@ def _items(path: str, notices: list[Notice], options: ReadOptions) -> Iterator[_
             continue
         yield from found
     if bad:
-        notices.append(Notice("events-dropped", f"{bad} records without rank, step or times were dropped", path))
+        notices.append(Notice("events-dropped", f"{bad} records without usable rank, step or times were dropped", path))
 
 
 def _documents(text: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON list, else of JSON lines."""
+    """The objects of a JSON list, else of JSON lines; empty ones for what is no object."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = [_line(line) for line in text.splitlines() if line.strip()]
     items = found if isinstance(found, list) else [found]
-    return (item for item in items if isinstance(item, dict))
+    return (item if isinstance(item, dict) else {} for item in items)
 
 
 def _line(line: bytes) -> Any:

@@ -92,6 +92,27 @@ def test_tracks_that_run_alike_are_tensor_parallel_ranks(tmp_path: Path) -> None
     assert run.layout.data_parallel == 2
 
 
+@pytest.mark.parametrize("damage", [{"pid": 2**40}, {"pid": -1}, {"pid": 1 << 20}, {"ts": "soon"}, {"args": {}}])
+def test_marks_that_cannot_be_are_the_reason_where_none_is_left(tmp_path: Path, damage: dict[str, Any]) -> None:
+    events = [{**e, "args": {**e["args"], "pp_rank": 0}} | damage for e in marks(TRUTH)]
+    (tmp_path / "x.json").write_text(json.dumps(events))
+    with pytest.raises(InputError, match=r"\(\d+ × no usable pid, time or iteration\)"):
+        read(tmp_path / "x.json", format="megatronapp")
+
+
+@pytest.mark.parametrize("key", ["model_chunk", "microbatch", "pp_rank"])
+def test_places_that_cannot_be_are_unknown(tmp_path: Path, key: str) -> None:
+    events = marks(TRUTH)
+    for event in events:
+        if key in event["args"]:
+            event["args"][key] = 2**40
+    (tmp_path / "x.json").write_text(json.dumps([*events, None, 5]))
+    run = read(tmp_path / "x.json")
+    spans = run.spans
+    assert max(spans.stage.max(), spans.chunk.max(), spans.microbatch.max(), run.layout.pp.max()) < 1 << 15
+    assert [n.message for n in run.notices if n.code == "events-skipped"] == ["2 entries that are no events"]
+
+
 @pytest.mark.parametrize("share", [0.3, 0.95])
 def test_a_trace_cut_short_gives_what_is_whole(tmp_path: Path, share: float) -> None:
     text = json.dumps(sorted(marks(TRUTH), key=lambda e: e["ts"]))
@@ -203,6 +224,15 @@ def test_a_log_per_rank_gives_totals_and_no_bubble(tmp_path: Path) -> None:
     assert "totals-only" in [w["code"] for w in data["source"]["warnings"]]
     for gpu in data["gpus"]:
         assert {c for c, v in gpu["causes"].items() if v} <= {"unexplained"}
+
+
+@pytest.mark.parametrize("time", ["-20.00", "nan", "1e400", ""])
+def test_a_rank_whose_time_cannot_be_read_is_left_out_and_said(tmp_path: Path, time: str) -> None:
+    """Without its forward it would seem idle."""
+    (tmp_path / "train.log").write_text(log_of_all_ranks().replace("20.00", time, 1))
+    run = read(tmp_path / "train.log")
+    assert run.ranks == [1]
+    assert [n.code for n in run.notices if n.code != "totals-only"] == ["line-skipped", "rank-incomplete"]
 
 
 @pytest.mark.parametrize(
