@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-WORTH_A_POOL = 16 << 20
+WORTH_A_POOL = 48 << 20
 """Bytes of (packed) traces from which on processes are started without being asked for: about a second of reading."""
 RETRIES = 3
 """How often a dask cluster may lose the worker that reads a file before this is an error."""

@@ -48,7 +48,7 @@ SCHEMA_VERSION = 1
 _FILE = re.compile(r"rank-\d+(\.\d+(-\d+)?)?\.jsonl\Z")
 _HEADER = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"kind"\s*:\s*"header"')
 _HOST_LANES = (int(Lane.HOST), int(Lane.RANGE))
-_COST = 0.25
+_COST = 0.75
 """Of reading a byte, where one of a packed trace costs 1."""
 _MAX_DRIFT = 1e-3
 """Clocks differ by parts per million; a steeper line comes from damaged rows."""
