@@ -25,7 +25,7 @@ class Executor(Protocol):
 class Spread(Protocol):
     """An executor that knows more of files (`pool.LocalPool`)."""
 
-    def worth_it(self, sizes: Sequence[int], cost: float) -> bool: ...
+    def worth_it(self, sizes: Sequence[int]) -> bool: ...
 
     def over(self, read: Callable[[str], T], paths: Sequence[str]) -> Iterator[T | InputError]: ...
 
@@ -52,16 +52,15 @@ def watched(progress: Progress | None) -> Iterator[None]:
 
 
 def over_files(
-    read: Callable[[str], T], paths: Sequence[str], executor: Executor | None = None, cost: float = 1.0
+    read: Callable[[str], T], paths: Sequence[str], executor: Executor | None = None
 ) -> Iterator[tuple[str, T | InputError]]:
     """`read` of every path, in the order of `paths`. A file that cannot be read gives its InputError instead,
-    so that one bad rank never costs the others. `read` must pickle when `executor` is a process pool; whether that
-    pays is told by the bytes times their `cost`."""
+    so that one bad rank never costs the others. `read` must pickle when `executor` is a process pool."""
     sizes = [_size(path) for path in paths]
     progress = _progress.get()
     if progress is not None:
         progress.begin(len(paths), sum(sizes))
-    if isinstance(executor, Spread) and not executor.worth_it(sizes, cost):
+    if isinstance(executor, Spread) and not executor.worth_it(sizes):
         executor = None
     for path, size, result in zip(paths, sizes, _results(read, paths, executor), strict=True):
         if progress is not None:

@@ -35,9 +35,9 @@ class LocalPool(ProcessPoolExecutor):
         self._folder = tempfile.TemporaryDirectory(prefix="bubblescope-")
         super().__init__(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
-    def worth_it(self, sizes: Sequence[int], cost: float = 1.0) -> bool:
-        """Whether starting processes pays for files of these sizes, where a byte costs so much."""
-        return len(sizes) > 1 and sum(sizes) * cost >= self._at_least
+    def worth_it(self, sizes: Sequence[int]) -> bool:
+        """Whether starting processes pays for files of these sizes."""
+        return len(sizes) > 1 and sum(sizes) >= self._at_least
 
     def over(self, read: Callable[[str], T], paths: Sequence[str]) -> Iterator[T | InputError]:
         """`read` of every path; a `Part` comes back as a file."""
