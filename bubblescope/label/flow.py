@@ -30,6 +30,8 @@ _AGREE = 0.8
 """The least part of all steps whose chains are whole, and of all sends that fit one stage per GPU."""
 _ALIKE = 0.25
 """The most by which the kernels of an operation differ in number from one micro-batch to the next."""
+_STRAY = 0.25
+"""Of the largest forward of a rank: less is no forward of its own beside a backward."""
 _READ = "autograd sequence numbers"
 _FOLLOWS = "the last stage, which runs each before its next forward"
 
@@ -43,8 +45,6 @@ def label(run: Run) -> Run:
     if layout.stages is None or layout.stages < 2 or known.any() or not np.any(layout.pp >= 0):
         return run
     flow = _Flow.of(run)
-    if not flow.partner:
-        return run
     flow.collect()
     found = flow.chains()
     if found:
@@ -98,11 +98,13 @@ class _Flow:
     ops: dict[tuple[int, int], list[_Op]] = field(default_factory=dict)
     steps: set[tuple[int, int]] = field(default_factory=set)
     telling: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    largest: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, run: Run) -> _Flow:
         at, sure = issue_time(run), launched(run)
         sense = backward_evidence(run, at, sure)
+        run = _between_two(run)
         layout = run.layout
         place = dict(zip(layout.ranks.tolist(), layout.pp.tolist(), strict=True))
         replica = dict(zip(layout.ranks.tolist(), layout.replica.tolist(), strict=True))
@@ -124,6 +126,8 @@ class _Flow:
         }
         for (rank, _), mine in pieces.items():
             self._learn(rank, mine)
+            ahead = [len(part) for rows, *_ in mine for sense, part in _by_sense(self.sense[rows], rows) if sense == F]
+            self.largest[rank] = max([self.largest[rank], *ahead])
         self.telling = self.habits.telling()
         made = {key: [self._operations(key[0], *piece) for piece in mine] for key, mine in pieces.items()}
         carries = {op.gives: op.kind for parts in made.values() for part in parts for op in part if op.gives >= 0}
@@ -154,6 +158,18 @@ class _Flow:
             if kind:
                 self.habits.learn(rank, kind, rows)
 
+    def _joined(self, rank: int, runs: list[tuple[int, Int]]) -> list[tuple[int, Int]]:
+        """The little that a backward runs outside of autograd's engine (losses, hooks) is part of it."""
+        out: list[tuple[int, Int]] = []
+        for kind, rows in runs:
+            stray = kind == F and len(runs) > 1 and len(rows) < _STRAY * self.largest[rank]
+            kind = B if stray else kind
+            if out and kind == out[-1][0]:
+                out[-1] = (kind, np.concatenate([out[-1][1], rows]))
+            else:
+                out.append((kind, rows))
+        return out
+
     def _direction(self, row: int) -> int:
         """Forward when a message goes to, or comes from, the rank that is next or before in the ring."""
         spans = self.run.spans
@@ -173,9 +189,8 @@ class _Flow:
     def _runs(self, rank: int, rows: Int, begins: int, ends: int) -> list[tuple[int, Int]]:
         """(F or B, rows) in turn; nothing where it cannot be told. begins, ends: what the messages around say, or 0."""
         sense = self.sense[rows]
-        if (sense != 0).all():
-            bounds = [0, *(np.flatnonzero(np.diff(sense)) + 1).tolist(), len(rows)]
-            return [(int(sense[a]), rows[a:b]) for a, b in pairwise(bounds)]
+        if len(rows) and (sense != 0).all():
+            return self._joined(rank, _by_sense(sense, rows))
         telling = self.telling[self.run.spans.name[rows]]
         telling = telling[telling != 0]
         if len(telling):
@@ -191,7 +206,8 @@ class _Flow:
         forwards, back = [op.rows for op in ops if op.kind == F], [op.rows for op in ops if op.kind == B]
         if not back:
             return ops
-        place = sequence.forward_of(self.numbers, forwards, np.concatenate(back))
+        rows = np.concatenate(back)
+        place = np.where(self.sense[rows] > 0, -1, sequence.forward_of(self.numbers, forwards, rows))
         places = iter(np.split(place, np.cumsum([len(rows) for rows in back])[:-1]))
         return [part for op in ops for part in (_cut(op, next(places)) if op.kind == B else [op])]
 
@@ -272,8 +288,9 @@ class _Flow:
     def _weighed(self, chains: _Chains, ops: list[_Op]) -> _Chains | None:
         """With stage and micro-batch of the weight gradients; None where it cannot be told which these are."""
         weights = [op for op in ops if op.kind == B and op.takes < 0 and op.gives < 0]
-        if not weights:
-            return chains
+        usual = np.median([len(op.rows) for chain in chains.backwards for op in chain])
+        if sum(len(op.rows) for op in weights) < usual * len(chains.forwards) / 2:
+            return chains  # No schedule: a copy or two that autograd's engine makes at the end of a step.
         numbered = self._by_number(chains, weights)
         if numbered is not None:
             return replace(chains, weights=tuple(numbered), split=frozenset((s, i) for _, s, i in numbered))
@@ -374,7 +391,7 @@ class _Flow:
             return run
         columns = {c: getattr(run.spans, c).astype(np.int64) for c in ("kind", "stage", "microbatch")}
         for op in (op for ops in self.ops.values() for op in ops):
-            if self.sense[op.rows].all():
+            if self.sense[op.rows].all() and (op.kind == B or op.takes >= 0 or op.gives >= 0):
                 columns["kind"][op.rows] = Kind.FORWARD if op.kind == F else Kind.BACKWARD
         for chains in found.values():
             self._write(chains, columns)
@@ -443,9 +460,21 @@ class _Flow:
     def contradicts(self) -> bool:
         """Whether what is sent contradicts one stage per GPU: there a forward gives to the next place, a backward to
         the one before; or, where these are not told apart, all that lies between the same messages is alike."""
-        sent = [(op, int(self.run.spans.peer[op.gives])) for ops in self.ops.values() for op in ops if op.gives >= 0]
-        fits = [self.place[peer] == self.place[op.rank] + op.kind for op, peer in sent if peer in self.place]
+        fits = [
+            self.place[op.rank] + op.kind == goes
+            for ops in self.ops.values()
+            for op in ops
+            if op.gives >= 0 and (goes := self._goes(op)) is not None
+        ]
         return sum(fits) < _AGREE * len(fits) if fits else self._uneven()
+
+    def _goes(self, op: _Op) -> int | None:
+        """The place that `op` gives to. Where no peer is named, the first and the last have one neighbour only."""
+        peer = int(self.run.spans.peer[op.gives])
+        if peer >= 0:
+            return self.place.get(peer)
+        last = (self.run.layout.stages or 0) - 1
+        return {0: 1, last: last - 1}.get(self.place[op.rank])
 
     def _uneven(self) -> bool:
         """Whether pieces of a rank that take from the same peer and give to the same peer differ in kernels."""
@@ -466,6 +495,19 @@ class _Flow:
         )
         layout = replace(self.run.layout, chunks=None, stage_rank={})
         return replace(self.run, layout=layout).with_notices(Notice("stages-unclear", message))
+
+
+def _between_two(run: Run) -> Run:
+    """In a pipeline of two ranks a message that names no peer goes to the other, or comes from it."""
+    layout, spans = run.layout, run.spans
+    if layout.stages != 2:
+        return run
+    of = {(pp, r): rank for rank, pp, r in zip(layout.ranks.tolist(), layout.pp, layout.replica, strict=True)}
+    other = {rank: of.get((1 - pp, r), -1) for (pp, r), rank in of.items() if pp >= 0}
+    peer = spans.peer.copy()
+    rows = np.flatnonzero((peer < 0) & np.isin(spans.kind, (Kind.SEND, Kind.RECV)))
+    peer[rows] = [other.get(rank, -1) for rank in spans.rank[rows].tolist()]
+    return replace(run, spans=spans.with_columns(peer=peer))
 
 
 def _some(keys: set[tuple[int, int]]) -> str:
@@ -492,6 +534,12 @@ def _placed(layout: Layout, path: list[int], chunks: int) -> Layout:
             if (replica, old) in by_place
         },
     )
+
+
+def _by_sense(sense: NDArray[np.int8], rows: Int) -> list[tuple[int, Int]]:
+    """(sense, rows) of each run of equal sense."""
+    bounds = [0, *(np.flatnonzero(np.diff(sense)) + 1).tolist(), len(rows)]
+    return [(int(sense[a]), rows[a:b]) for a, b in pairwise(bounds) if a < b]
 
 
 def _cut(op: _Op, place: Int) -> list[_Op]:
