@@ -7,6 +7,7 @@ have been damaged since: every whole line counts, and what is missing is a `Noti
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from bubblescope.errors import InputError
 from bubblescope.ingest import hostclocks, recorded_rows, settled
 from bubblescope.ingest.combined import split_combined
 from bubblescope.ingest.identity import MOST_RANKS
-from bubblescope.ingest.parallel import Executor, over_files
+from bubblescope.ingest.parallel import Executor, attempt, over_files
 from bubblescope.ingest.recorded_layers import take_layers
 from bubblescope.model import (
     BACKWARD_KINDS,
@@ -48,8 +49,6 @@ SCHEMA_VERSION = 1
 _FILE = re.compile(r"rank-\d+(\.\d+(-\d+)?)?\.jsonl\Z")
 _HEADER = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"kind"\s*:\s*"header"')
 _HOST_LANES = (int(Lane.HOST), int(Lane.RANGE))
-_COST = 0.75
-"""Of reading a byte, where one of a packed trace costs 1."""
 _MAX_DRIFT = 1e-3
 """Clocks differ by parts per million; a steeper line comes from damaged rows."""
 
@@ -216,13 +215,14 @@ def read(paths: str | Path | Sequence[str | Path], executor: Executor | None = N
     found = _rank_files([paths] if isinstance(paths, str | Path) else paths)
     if not found:
         raise _nothing("there is no recording here", _text(paths))
-    return _assemble(over_files(_read_file, [str(path) for path in found], executor, _COST), found)
+    return _assemble(over_files(_read_file, [str(path) for path in found], executor), found)
 
 
 def parse(contents: Mapping[Path, bytes]) -> Run:
     """Like `read`, of lines that the caller holds already, one text for each file (a header first): for who follows
     a recording and keeps only its newest steps."""
-    return _assemble([(str(path), _attempt(path, data)) for path, data in contents.items()], list(contents))
+    results = [(str(path), attempt(functools.partial(_parse, data=data), str(path))) for path, data in contents.items()]
+    return _assemble(results, list(contents))
 
 
 def is_rank_file(path: Path) -> bool:
@@ -286,19 +286,13 @@ def _read_file(path: str) -> _Parsed:
         raise InputError(
             f"the file cannot be read ({error.strerror or error})", hint="check the permissions", where=path
         ) from error
-    return _parse(Path(path), data)
+    return _parse(path, data)
 
 
-def _attempt(path: Path, data: bytes) -> _Parsed | InputError:
-    try:
-        return _parse(path, data)
-    except InputError as error:
-        return error
-
-
-def _parse(path: Path, data: bytes) -> _Parsed:
+def _parse(where: str, data: bytes) -> _Parsed:
     """All whole lines of one file, and what is wrong with it; no file when there is not even a header. Raises
     InputError when the header is one of a newer version, or impossible."""
+    path = Path(where)
     made: _File | None = None
     notices: list[Notice] = []
     lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
@@ -318,9 +312,9 @@ def _parse(path: Path, data: bytes) -> _Parsed:
     if skipped:
         more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         message = f"{len(skipped)} of {len(lines)} lines cannot be read and are left out: {', '.join(skipped[:3])}"
-        notices.append(Notice("line-skipped", message + more, str(path)))
+        notices.append(Notice("line-skipped", message + more, where))
     if made is None:
-        notices.append(Notice("file-empty", "holds no header, so nothing is known of its rank", str(path)))
+        notices.append(Notice("file-empty", "holds no header, so nothing is known of its rank", where))
     else:
         made.spans, made.rows = _spans_of(made), []
     return made, notices
