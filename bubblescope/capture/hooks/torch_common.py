@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,7 @@ def _hook_collectives(recorder: Recorder) -> None:
     if not dist.is_available():
         recorder.patches.refuse("collectives", "this torch has no torch.distributed")
         return
-    state = _Collectives(recorder)
+    state = _Collectives(recorder, dist)
     for name in COLLECTIVES:
         function = getattr(dist.distributed_c10d, name, None)
         if function is not None:
@@ -144,12 +145,13 @@ def _hook_collectives(recorder: Recorder) -> None:
 
 def _hook_collective(recorder: Recorder, state: _Collectives, dist: Any, name: str, function: Any) -> None:
     module = dist.distributed_c10d
+    payload = [one for one in _PAYLOAD if one in inspect.signature(function).parameters]
     measured = recorder.patches.wrapped(
         module,
         name,
         f"dist.{name}",
         needs=("group",),
-        optional={"async_op": False, **dict.fromkeys(_PAYLOAD)},
+        optional={"async_op": False, **dict.fromkeys(payload)},
         before=functools.partial(state.before, name),
         after=state.after,
         abort=state.abort,
@@ -200,8 +202,9 @@ def _unless_compiling(original: Any, measured: Any) -> Any:
 class _Collectives:
     """Numbers the collectives of each group, and names groups alike in all their ranks."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, dist: Any) -> None:
         self._recorder = recorder
+        self._dist = dist
         self._inside = threading.local()
         self._count: dict[str, int] = {}
         self._names: dict[int, tuple[Any, str]] = {}
@@ -213,35 +216,40 @@ class _Collectives:
         number = self._count[text] = self._count.get(text, -1) + 1
         if not self._recorder.rule.current.sampled:
             return None
-        size = next((_size(p) for p in payload if p is not None), -1)
+        size = -1
+        for one in payload:
+            if one is not None:
+                size = _size(one)
+                break
         lane = Lane.POST if is_async else Lane.WAIT
         start = self._recorder.mark()
         self._inside.depth = 1
-        return name, text, number, lane, size, start
+        return lane, start, (_collective, (name, size, text, number))
 
     def abort(self, token: Any) -> None:
         self._inside.depth = 0
 
     def after(self, token: tuple[Any, ...], result: Any) -> None:
         self._inside.depth = 0
-        name, text, number, lane, size, start = token
+        lane, start, labels = token
         recorder = self._recorder
         now = perf_counter_ns()
         end = start if lane is Lane.POST and not isinstance(start, int) else recorder.mark()
-        label = Label(Kind.COLLECTIVE, name=name, bytes=size, group=text, seq=number)
-        recorder.add(lane, start, end, (label,), now)
+        recorder.add(lane, start, end, labels, now)
 
     def group_text(self, group: Any) -> str:
         """Group name and member ranks: names alone repeat between sibling groups."""
-        import torch.distributed as dist
-
         if group is None:
-            group = dist.distributed_c10d._get_default_group()
+            group = self._dist.distributed_c10d._get_default_group()
         known = self._names.get(id(group))
         if known is None or known[0] is not group:
-            text = group_name(group, dist.get_process_group_ranks(group))
+            text = group_name(group, self._dist.get_process_group_ranks(group))
             known = self._names[id(group)] = (group, text)
         return known[1]
+
+
+def _collective(name: str, size: int, group: str, number: int) -> tuple[Label, ...]:
+    return (Label(Kind.COLLECTIVE, name=name, bytes=size, group=group, seq=number),)
 
 
 def group_name(group: Any, ranks: list[int]) -> str:
