@@ -255,7 +255,7 @@ def _gather(ranks: Sequence[Rank], folder: Path, wanted: Mapping[int, Path], tak
             lost[rank.label] = "it did not fetch the request"
         elif early:
             pending = True
-            lost[rank.label] = f"it had fetched the request: it will end its window, and write {path}"
+            lost[rank.label] = f"it traces its window to the end: the job must not end before it has written {path}"
             continue
         elif unfinished.exists():
             lost[rank.label] = "its trace was begun and not written (Kineto says why in the job's log)"

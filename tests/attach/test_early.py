@@ -58,7 +58,7 @@ def test_a_rank_that_fetched_the_request_is_said_to_write_on(tmp_path: Path) -> 
     unfinished.touch()
     made = kineto._gather([mine], tmp_path, wanted, {mine.pid}, Early(signal.SIGINT))
     assert made.pending
-    assert f"write {tmp_path / 'x.json'}" in made.lost[mine.label]
+    assert f"must not end before it has written {tmp_path / 'x.json'}" in made.lost[mine.label]
     assert unfinished.exists()
 
 
