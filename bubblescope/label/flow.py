@@ -27,11 +27,11 @@ from bubblescope.label.messages import partners
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
 
 _AGREE = 0.8
-"""The least part of all steps whose chains are whole, and of all sends that fit one stage per GPU."""
+"""The least part of all sends that fit one stage per GPU."""
 _ALIKE = 0.25
 """The most by which the kernels of an operation differ in number from one micro-batch to the next."""
 _STRAY = 0.25
-"""Of the largest forward of a rank: less is no forward of its own beside a backward."""
+"""Of a forward of the rank: less is no forward of its own beside a backward."""
 _READ = "autograd sequence numbers"
 _FOLLOWS = "the last stage, which runs each before its next forward"
 
@@ -98,7 +98,7 @@ class _Flow:
     ops: dict[tuple[int, int], list[_Op]] = field(default_factory=dict)
     steps: set[tuple[int, int]] = field(default_factory=set)
     telling: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    largest: Counter[int] = field(default_factory=Counter)
+    ahead: dict[int, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Run) -> _Flow:
@@ -126,8 +126,7 @@ class _Flow:
         }
         for (rank, _), mine in pieces.items():
             self._learn(rank, mine)
-            ahead = [len(part) for rows, *_ in mine for sense, part in _by_sense(self.sense[rows], rows) if sense == F]
-            self.largest[rank] = max([self.largest[rank], *ahead])
+            self.ahead.setdefault(rank, []).extend(self._forwards(mine))
         self.telling = self.habits.telling()
         made = {key: [self._operations(key[0], *piece) for piece in mine] for key, mine in pieces.items()}
         carries = {op.gives: op.kind for parts in made.values() for part in parts for op in part if op.gives >= 0}
@@ -158,11 +157,22 @@ class _Flow:
             if kind:
                 self.habits.learn(rank, kind, rows)
 
+    def _forwards(self, pieces: list[Piece]) -> list[int]:
+        """The rows of each run of forwards beside a message: not of the optimizer, nor of what a step begins with."""
+        out: list[int] = []
+        for rows, got, gave in pieces:
+            runs = _by_sense(self.sense[rows], rows)
+            beside = [*(runs[:1] if got else []), *(runs[-1:] if gave else [])]
+            out.extend(len(part) for sense, part in beside if sense == F)
+        return out
+
     def _joined(self, rank: int, runs: list[tuple[int, Int]]) -> list[tuple[int, Int]]:
         """The little that a backward runs outside of autograd's engine (losses, hooks) is part of it."""
         out: list[tuple[int, Int]] = []
+        # Of the larger half, since strays are among them, and not the largest, which the first step may have.
+        usual = float(np.quantile(self.ahead[rank], 0.75)) if self.ahead[rank] else 0.0
         for kind, rows in runs:
-            stray = kind == F and len(runs) > 1 and len(rows) < _STRAY * self.largest[rank]
+            stray = kind == F and len(runs) > 1 and len(rows) < _STRAY * usual
             kind = B if stray else kind
             if out and kind == out[-1][0]:
                 out[-1] = (kind, np.concatenate([out[-1][1], rows]))
@@ -227,7 +237,7 @@ class _Flow:
         if not paths:
             return {}
         usual, count = paths.most_common(1)[0]
-        if count < _AGREE * len(together):
+        if count <= len(together) / 2:
             return {}
         return {key: c for key, c in found.items() if tuple(self.place[rank] for rank in c.path) == usual}
 
