@@ -106,15 +106,20 @@ class Events:
     def __len__(self) -> int:
         return len(self.cat)
 
-    def device_index(self) -> Int:
-        """The device of rows of a device: as the arguments say, else the process id, which stands for it there."""
-        return np.where(self.device >= 0, self.device, self.pid)
+    def device_index(self, rows: Any) -> Int:
+        """The device of these rows, all of a device: as the arguments say, else the process id, which stands for it."""
+        own = self.device[rows]
+        result: Int = np.where(own >= 0, own, self.pid[rows])
+        return result
 
     def time_by_device(self, rows: NDArray[np.bool_]) -> list[tuple[int, int]]:
         """(device, summed durations of its `rows` in ns), most first."""
-        devices, at = np.unique(self.device_index()[rows], return_inverse=True)
+        index, length = self.device_index(rows), self.end_ns[rows] - self.start_ns[rows]
+        if len(index) and (index == index[0]).all():  # as nearly always; no sorting of millions
+            return [(int(index[0]), int(length.sum()))]
+        devices, at = np.unique(index, return_inverse=True)
         spent = np.zeros(len(devices), dtype=np.int64)
-        np.add.at(spent, at, (self.end_ns - self.start_ns)[rows])
+        np.add.at(spent, at, length)
         return sorted(zip(devices.tolist(), spent.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
 
     def take(self, rows: Any) -> Events:

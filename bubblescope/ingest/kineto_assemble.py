@@ -223,13 +223,15 @@ def _of_one_device(table: _Table, device: Mask) -> tuple[Mask, list[Notice]]:
             hint="record one process per GPU, or keep the events of one device in each file",
             where=table.scan.path,
         )
-    index = e.device_index()
-    stray = device & (index != own)
+    index = e.device_index(device)
+    stray = index != own
     if not stray.any():
         return device, []
     listed = ", ".join(map(str, np.unique(index[stray]).tolist()[:8]))
     message = f"{int(stray.sum())} events on device {listed} are not used: this rank's work is on device {own}"
-    return device & ~stray, [Notice("other-device", message, table.scan.path)]
+    kept = device.copy()
+    kept[device] = ~stray
+    return kept, [Notice("other-device", message, table.scan.path)]
 
 
 def _lost_kernels(table: _Table, device: Mask) -> list[Notice]:
@@ -268,7 +270,7 @@ def _device_spans(table: _Table, device: Mask) -> list[Spans]:
 
 
 def _device_columns(e: Events, rows: Int | Mask) -> dict[str, Int]:
-    index = e.device_index()[rows]
+    index = e.device_index(rows)
     stream = np.where(e.stream[rows] != -1, e.stream[rows], e.tid[rows])
     return {
         "device": np.where((index >= 0) & (index < 1 << 15), index, 0).astype(np.int64),
