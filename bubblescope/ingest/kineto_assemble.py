@@ -49,7 +49,9 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     del table, events
     scan.events = scan.events.take(np.empty(0, dtype=np.int64))
     spans = _stepped(spans, steps, launch, all_host=timing != "kernels")
-    spans = Spans.concat([spans, _step_rows(steps, names)])
+    marks, columns = _step_rows(steps, names), spans.columns()
+    del spans
+    spans = Spans.remade(columns, lambda name, column: np.concatenate([column, getattr(marks, name)]))
     spans = spans.with_columns(start_ns=spans.start_ns + scan.base_ns, end_ns=spans.end_ns + scan.base_ns)
     return Part(
         path=scan.path,

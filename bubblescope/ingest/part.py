@@ -54,7 +54,10 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     launch = np.concatenate([p.launch + offset for p, offset in zip(parts, offsets, strict=False)])
     given.clear()
     parts = [replace(p, spans=Spans.empty()) for p in parts]
-    spans, launch = _sorted(spans, launch)
+    order, launch = _order(spans, launch)
+    columns = spans.columns()
+    del spans
+    spans = Spans.remade(columns, lambda _, column: column[order])
     layout = _layout(parts, names)
     notices.extend(_missing(layout))
     spans, agreed = _agree_on_steps(spans, parts)
@@ -138,11 +141,12 @@ def _renamed(part: Part, names: Names) -> Spans:
     )
 
 
-def _sorted(spans: Spans, launch: Int) -> tuple[Spans, Int]:
+def _order(spans: Spans, launch: Int) -> tuple[Int, Int]:
+    """The rows by rank and time, and `launch` in these places."""
     order = np.lexsort((spans.end_ns, spans.start_ns, spans.rank)).astype(np.int64)
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
-    return spans.take(order), place[launch] if len(launch) else launch
+    return order, place[launch] if len(launch) else launch
 
 
 def _layout(parts: list[Part], names: Names) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -143,6 +143,16 @@ class Spans:
         if len(parts) <= 1:
             return parts[0] if parts else cls.empty()
         return cls(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in COLUMNS})
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """All columns by name."""
+        return {f: getattr(self, f) for f in COLUMNS}
+
+    @classmethod
+    def remade(cls, columns: dict[str, NDArray[Any]], change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> Spans:
+        """Spans of the changed columns. Each is taken out of `columns` first, so that of many rows memory holds one
+        column twice, and not all."""
+        return cls(**{f: change(f, columns.pop(f)) for f in COLUMNS})
 
     def rows(self) -> Iterator[dict[str, int]]:
         """Row by row, for tests and small tables; not for hot code."""
