@@ -33,10 +33,8 @@ class Borders:
     def of_rank(self, rank: int) -> list[tuple[int, Int, list[Border]]]:
         """(step, its unlabelled compute rows in order, the messages between them) of every step of `rank`."""
         spans = self.run.spans
-        mine = spans.rank == rank
-        work = np.flatnonzero(mine & (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER))
-        comm = mine & np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
-        talk = np.flatnonzero(comm)
+        none = np.empty(0, dtype=np.int64)
+        work, talk = (rows.get(rank, none) for rows in self._by_rank)
         posts_of = {step: talk[picked] for step, picked in intervals.rows_by(spans.step[talk])}
         out = []
         for step, picked in intervals.rows_by(spans.step[work]):
@@ -47,6 +45,17 @@ class Borders:
             rows = rows[np.argsort(self.at[rows] if by_host else spans.start_ns[rows], kind="stable")]
             out.append((step, rows, self._between(rows, posts, by_host)))
         return out
+
+    @cached_property
+    def _by_rank(self) -> tuple[dict[int, Int], dict[int, Int]]:
+        """Unlabelled compute rows of each rank, and its messages."""
+        spans = self.run.spans
+        work = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER))
+        talk = np.flatnonzero(np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST)))
+        of_work, of_talk = (
+            {rank: rows[picked] for rank, picked in intervals.rows_by(spans.rank[rows])} for rows in (work, talk)
+        )
+        return of_work, of_talk
 
     def _between(self, rows: Int, posts: Int, by_host: bool) -> list[Border]:
         spans = self.run.spans

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bubblescope.align import prepare, wait_transfer
-from bubblescope.align.match import match, one_sided_transfer
+from bubblescope.align.match import collective_transfer, local_transfer, match, one_sided_transfer
 from bubblescope.ingest import read
 from bubblescope.model import Kind, Lane, Layout, Links, Names, Run, Source, SpanBuilder
 from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
@@ -17,9 +17,13 @@ from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, writ
 ONE_HOST = Style(host=lambda rank: "host")
 
 
-def prepared(folder: Path, truth: Truth, style: Style = ONE_HOST) -> Run:
+def read_back(folder: Path, truth: Truth, style: Style) -> Run:
     write(folder, traces(truth, style))
-    return prepare(read(folder))
+    return read(folder)
+
+
+def prepared(folder: Path, truth: Truth, style: Style = ONE_HOST) -> Run:
+    return prepare(read_back(folder, truth, style))
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -156,3 +160,26 @@ def test_the_estimate_is_the_low_quantile_of_both_directions() -> None:
     run = replace(Run.empty(), spans=rows.build())
     assert one_sided_transfer(run).tolist() == [50, 50, 50, 50, 50, 700, -1]
     assert len(one_sided_transfer(Run.empty())) == 0
+
+
+def test_the_last_member_of_a_collective_waits_for_nobody(tmp_path: Path) -> None:
+    """So its kernel tells how long the all-reduce takes, on every member and whatever their clocks."""
+    truth = simulate(Shape(steps=2, embedding_ns=300_000))
+    hosts = Style(host=lambda rank: f"host{rank}", clock_ns={3: (7_000_000, 0.0)})
+    run = match(read_back(tmp_path, truth, hosts))
+    rows = np.flatnonzero((run.spans.kind == Kind.COLLECTIVE) & (run.spans.lane == Lane.COMM))
+    assert run.spans.duration_ns[rows].max() > 6_000_000
+    assert set(collective_transfer(run)[rows].tolist()) == {300_000}
+
+
+def test_a_matched_receive_is_split_by_its_message_and_others_by_their_own(tmp_path: Path) -> None:
+    """Rank 1 without rank 0: its activations are estimated, its gradients seen. Nothing waits for less than a transfer,
+    so the estimate is right as well."""
+    truth = simulate(Shape(steps=2))
+    documents = traces(truth, ONE_HOST)
+    del documents[0]
+    write(tmp_path, documents)
+    run = prepare(read(tmp_path))
+    received = (run.spans.kind == Kind.RECV) & (run.spans.lane == Lane.COMM)
+    assert set(local_transfer(run)[received].tolist()) == {truth.shape.transfer_ns}
+    assert (local_transfer(run)[~np.isin(run.spans.kind, (Kind.SEND, Kind.RECV))] == -1).all()
