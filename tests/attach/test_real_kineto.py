@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -44,15 +43,14 @@ def each_step(index):
 @contextlib.contextmanager
 def polling(folder: Path, **changes: Any) -> Iterator[Job]:
     """Its sockets lie in a folder with a short name: Kineto's have long ones."""
-    short = tempfile.mkdtemp(prefix="bsk-")
     conf = folder / "kineto.conf"
     conf.write_text("ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=1\n")
-    env = {"KINETO_USE_DAEMON": "1", "KINETO_CONFIG": str(conf), "KINETO_IPC_SOCKET_DIR": short}
-    with job(folder, env=env, **changes) as one:
-        yield one
-        with Endpoint(short, frozenset({os.geteuid()})):
-            one.finish()  # without a daemon, ranks take up to 10 s longer to exit
-    shutil.rmtree(short)
+    with tempfile.TemporaryDirectory(prefix="bsk-") as short:
+        env = {"KINETO_USE_DAEMON": "1", "KINETO_CONFIG": str(conf), "KINETO_IPC_SOCKET_DIR": short}
+        with job(folder, env=env, **changes) as one:
+            yield one
+            with Endpoint(short, frozenset({os.geteuid()})):
+                one.finish()  # without a daemon, ranks take up to 10 s longer to exit
 
 
 @pytest.fixture(scope="module")
