@@ -316,8 +316,9 @@ def wait_transfer(run: Run) -> Messages:
     one = _stamped_together(run, send, receive)
     later, earlier = _slack(run, sent, arrived, one)
     own, other = arrived - posted, np.maximum(send_end - sent, 0)
+    usable = same_clock(run, send, receive)
     # Two kernels of a rendezvous end together; a sender that was done earlier handed its data to a buffer.
-    eager = send_end + later < posted
+    eager = usable & (send_end + later < posted)
     ready = np.clip(np.maximum(sent, posted), posted, arrived)
     first = arrived - ready
     if run.source.timing == "host":
@@ -325,7 +326,6 @@ def wait_transfer(run: Run) -> Messages:
     second = np.where(eager, own, np.minimum(own, other))
     low = arrived - np.clip(np.maximum(sent + later, posted), posted, arrived)
     high = arrived - np.clip(np.maximum(sent - earlier, posted), posted, arrived)
-    usable = same_clock(run, send, receive)
     transfer = np.where(usable, first, second)
     return Messages(
         sent=sent,
@@ -333,7 +333,9 @@ def wait_transfer(run: Run) -> Messages:
         ready=np.where(usable, ready, arrived - second),
         arrived=arrived,
         wait=own - transfer,
-        send_wait=np.where(eager, 0, np.clip(posted - sent, 0, other)),
+        send_wait=np.where(
+            eager, 0, np.where(usable, np.clip(posted - sent, 0, other), other - np.minimum(second, other))
+        ),
         transfer=transfer,
         transfer_low=np.minimum(transfer, np.where(usable, low, 0)),
         transfer_high=np.maximum(transfer, np.where(usable, np.minimum(high, np.maximum(second, first)), second)),

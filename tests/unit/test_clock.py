@@ -114,6 +114,11 @@ def test_contradictory_clocks_are_refused_and_nothing_is_moved(tmp_path: Path) -
     assert not run.clock.aligned
     assert "clock-infeasible" in [n.code for n in run.notices]
     assert (run.spans.start_ns == before.spans.start_ns).all()
+    # What needs no clock is left: of a rendezvous the shorter kernel is the transfer, at most.
+    messages = wait_transfer(run)
+    assert not messages.eager.any()
+    assert (messages.transfer >= 50_000).all()
+    assert (np.minimum(messages.wait, messages.send_wait) == 0).all()
 
 
 PARTS = {0: [0, 0, 0], 1: [0, 1, 1], 2: [0, 0, 2], 3: [0, 0, 0]}
