@@ -10,6 +10,7 @@ blocked inside the store would abort.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -199,6 +200,11 @@ def store_address() -> tuple[str, int] | None:
 
 
 def connect(address: tuple[str, int], limit_s: float) -> Any:
-    """A connection of our own: one serves one request at a time, and waiting on the job's would hold up the job."""
+    """A connection of our own: one serves one request at a time, and waiting on the job's would hold up the job.
+
+    Raises OSError where nothing listens any more: the store of a job that srun or mpirun started ends with rank 0, and
+    torch would go on trying while the interpreter exits.
+    """
+    socket.create_connection(address, limit_s).close()
     dist = sys.modules["torch"].distributed
     return dist.TCPStore(*address, None, False, timedelta(seconds=limit_s), wait_for_workers=False)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bubblescope.capture import hostclocks
+from bubblescope.capture.hostclocks import HostClocks
 from bubblescope.ingest import recording
 from bubblescope.model import Kind
 from tests.support.sleeping import free_port
@@ -98,3 +100,15 @@ def test_ranks_of_one_host_have_nothing_to_compare(jobs: dict[str, tuple[Path, l
     assert clock_lines(folder, 0) == clock_lines(folder, 1) == []
     run = recording.read(folder)
     assert run.notices == () and run.clock.half_width_ns == 0
+
+
+def test_a_store_that_ended_with_rank_0_holds_no_process_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As jobs of srun and mpirun end: an interpreter that exits while a thread is in torch's store would abort."""
+    import torch.distributed
+
+    assert torch.distributed.is_available()
+    monkeypatch.setattr(hostclocks, "store_address", lambda: ("127.0.0.1", free_port()))
+    clocks = HostClocks(1, 2, "here", lambda line: None)
+    clocks.start()
+    clocks.stop()
+    assert clocks._thread is not None and not clocks._thread.is_alive()
