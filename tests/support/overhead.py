@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Cost(NamedTuple):
-    """Of one step. cpu_s: of all threads of the process; other programs on the same cores do not add to it."""
+    """Of one step. cpu_s: of the thread that trains; what other programs do on the same cores is not in it."""
 
     wall_s: float
     cpu_s: float
@@ -40,9 +40,9 @@ def measure_pairs(
     def step(with_hooks: bool) -> Cost:
         switch.set(with_hooks)
         meet()
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = time.perf_counter(), time.thread_time()
         train()
-        return Cost(time.perf_counter() - began, time.process_time() - cpu)
+        return Cost(time.perf_counter() - began, time.thread_time() - cpu)
 
     order = random.Random(5)
     found = []
