@@ -333,9 +333,7 @@ def wait_transfer(run: Run) -> Messages:
         ready=np.where(usable, ready, arrived - second),
         arrived=arrived,
         wait=own - transfer,
-        send_wait=np.where(
-            eager, 0, np.where(usable, np.clip(posted - sent, 0, other), other - np.minimum(second, other))
-        ),
+        send_wait=np.where(eager, 0, np.where(usable, np.clip(posted - sent, 0, other), other - second)),
         transfer=transfer,
         transfer_low=np.minimum(transfer, np.where(usable, low, 0)),
         transfer_high=np.maximum(transfer, np.where(usable, np.minimum(high, np.maximum(second, first)), second)),
