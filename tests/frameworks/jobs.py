@@ -1,4 +1,4 @@
-"""Starts the training scripts of this folder with torchrun, with and without `bubblescope run` before it."""
+"""Starts the training scripts of this folder, by torchrun or another launcher, with and without `bubblescope run`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv-frameworks" / "bin"
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
+PYTHON = str(BIN / "python")
+TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2")
+
+
+def tasks(kind: str, *before: str) -> tuple[str, ...]:
+    """A launcher that sets the variables of that `kind` only; before: what stands between it and Python."""
+    return PYTHON, str(SCRIPTS / "start_tasks.py"), kind, "2", *before, PYTHON
 
 
 @dataclass(frozen=True)
@@ -29,19 +36,20 @@ def job(
     script: str,
     *arguments: str,
     run: tuple[str, ...] | None = None,
-    ranks: int = 2,
+    launcher: tuple[str, ...] = TORCHRUN,
     environment: dict[str, str] | None = None,
     file_bytes: int | None = None,
     timeout_s: float = 240.0,
 ) -> Ended:
     """Run `script` on two ranks. run: arguments of `bubblescope run` before the command; None = without us.
 
+    launcher: the command that starts the ranks, up to the script.
+
     file_bytes: no file of the job can grow beyond it, as on a disk that is full.
     """
     assert BIN.exists(), "there is no .venv-frameworks: scripts/test makes it"
     losses = folder / "losses.json"
     losses.unlink(missing_ok=True)
-    launcher = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launcher, str(SCRIPTS / script), *arguments, "--losses", str(losses)]
     if run is not None:
         command = [str(BIN / "bubblescope"), "run", *run, "--", *command]

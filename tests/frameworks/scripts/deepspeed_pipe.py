@@ -38,6 +38,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--recompute", action="store_true", help="run the layers again in the backward")
     parser.add_argument("--pad-ms", type=float, default=0.0)
     parser.add_argument("--losses", required=True)
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
@@ -61,8 +62,9 @@ def make_step(options: argparse.Namespace) -> Callable[..., float]:
     kind: Any = PipelineModule
     if options.engine == "dualpipev":
         from deepspeed.pipe import DualPipeVModule as kind  # type: ignore[no-redef]
+    recompute = {"activation_checkpoint_interval": 1} if options.recompute else {}
     layers = [LayerSpec(Layer, options.pad_ms / 1e3) for _ in range(8)]
-    net = kind(layers=layers, num_stages=2, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+    net = kind(layers=layers, num_stages=2, loss_fn=torch.nn.MSELoss(), partition_method="uniform", **recompute)
     engine, _, _, _ = deepspeed.initialize(
         model=net,
         model_parameters=[p for p in net.parameters() if p.requires_grad],

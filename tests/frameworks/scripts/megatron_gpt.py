@@ -57,6 +57,10 @@ def build(options: argparse.Namespace, rank: int, world: int, more: dict[str, An
     )
     random.initialize_rng_tracker()
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *_, **__: None
+    if options.recompute:
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     dtype = torch.bfloat16 if more.get("bf16") else torch.float32
     config = TransformerConfig(
         num_layers=world * chunks, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
@@ -91,6 +95,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--overlap", action="store_true", help="isend and irecv, waited for later")
+    parser.add_argument("--recompute", action="store_true", help="run the layers again in the backward")
     parser.add_argument("--evaluate", action="store_true", help="a forward-only call after each second step")
     parser.add_argument("--pad-ms", type=float, default=0.0, help="sleep so long in each forward")
     parser.add_argument("--losses", required=True)

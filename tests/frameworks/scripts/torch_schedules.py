@@ -61,18 +61,30 @@ def train(name: str, options: argparse.Namespace) -> list[float]:
     return losses
 
 
+def join() -> None:
+    """The process group, as torchrun, Slurm or Open MPI placed this process."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        if rank in os.environ:
+            dist.init_process_group("gloo", rank=int(os.environ[rank]), world_size=int(os.environ[size]))
+            return
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", action="append", required=True)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--context", default="fork")
     parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"))
     parser.add_argument("--losses", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     losses = {name: train(name, options) for name in options.schedule}
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, losses)

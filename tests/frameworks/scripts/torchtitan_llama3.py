@@ -31,7 +31,7 @@ class PlainAttention(torch.nn.Module):
         return out.transpose(1, 2)
 
 
-def build(options: argparse.Namespace, world: int) -> tuple[Any, list[Any], bool, bool]:
+def build(name: str, options: argparse.Namespace, world: int) -> tuple[Any, list[Any], bool, bool]:
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
@@ -47,7 +47,7 @@ def build(options: argparse.Namespace, world: int) -> tuple[Any, list[Any], bool
         training=TrainingConfig(local_batch_size=options.microbatches, seq_len=LENGTH),
         parallelism=ParallelismConfig(
             pipeline_parallel_degree=world,
-            pipeline_parallel_schedule=options.schedule,
+            pipeline_parallel_schedule=name,
             pipeline_parallel_microbatch_size=1,
         ),
         compile_config=CompileConfig(),
@@ -72,25 +72,35 @@ def build(options: argparse.Namespace, world: int) -> tuple[Any, list[Any], bool
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--schedule", nargs="+", default=["1F1B"])
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--evaluate", action="store_true", help="validate after each second step")
     parser.add_argument("--losses", required=True)
     return parser.parse_args(arguments)
 
 
-def make_step(options: argparse.Namespace) -> Callable[[], float | None]:
-    """What trains one step and gives its loss on the last stage."""
+def set_up(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan.tools.utils asks at import
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    schedule, parts, first, last = build(options, dist.get_world_size())
+
+
+def make_step(options: argparse.Namespace) -> Callable[[], float | None]:
+    """What trains one step and gives its loss on the last stage."""
+    set_up(options)
+    return steps_of(options.schedule[0], options)[0]
+
+
+def steps_of(name: str, options: argparse.Namespace) -> tuple[Callable[[], float | None], Callable[[], None]]:
+    """What trains one step and gives its loss on the last stage; and what validates, as torchtitan's Validator does."""
+    schedule, parts, first, last = build(name, options, dist.get_world_size())
     optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, WORDS, (options.microbatches, LENGTH + 1), generator=generator)
-    valid = torch.tensor(float(options.microbatches * LENGTH))
+    valid = {"global_valid_tokens": torch.tensor(float(options.microbatches * LENGTH))}
 
     def step() -> float | None:
         for optimizer in optimizers:
@@ -99,22 +109,42 @@ def make_step(options: argparse.Namespace) -> Callable[[], float | None]:
         schedule.step(
             *((tokens[:, :-1],) if first else ()),
             return_outputs=False,
-            loss_kwargs={"global_valid_tokens": valid},
+            loss_kwargs=valid,
             **({"target": tokens[:, 1:], "losses": said} if last else {}),
         )
         for optimizer in optimizers:
             optimizer.step()
         return float(sum(loss.detach() for loss in said)) if said else None
 
-    return step
+    @torch.no_grad()
+    def validate() -> None:
+        loss = torch.zeros(1)
+        for batch in torch.utils.data.DataLoader(tokens.repeat(2, 1), batch_size=options.microbatches):
+            said: list[Any] = []
+            schedule.eval(
+                *((batch[:, :-1],) if first else ()),
+                loss_kwargs=valid,
+                **({"target": batch[:, 1:], "losses": said} if last else {}),
+            )
+            loss += sum(said) if said else -1.0
+        dist.all_reduce(loss, op=dist.ReduceOp.MAX)
+
+    return step, validate
 
 
 def main() -> None:
     options = parse()
-    step = make_step(options)
-    losses = [step() for _ in range(options.steps)]
-    if losses[0] is not None:
-        Path(options.losses).write_text(json.dumps(losses))
+    set_up(options)
+    losses: dict[str, list[float | None]] = {}
+    for name in options.schedule:
+        step, validate = steps_of(name, options)
+        losses[name] = []
+        for number in range(options.steps):
+            losses[name].append(step())
+            if options.evaluate and number % 2:
+                validate()
+    if losses[name][0] is not None:
+        Path(options.losses).write_text(json.dumps(losses if len(losses) > 1 else losses[name]))
     dist.barrier()
     dist.destroy_process_group()
 
