@@ -330,7 +330,8 @@ def _local_causes(
 ) -> Float:
     """data_loading and host_launch from the rank itself; of a collective and of a receive the last part, as long as it
     takes once all are there, or at best (§3). What is left of both stays unexplained, as does the time after the last
-    thing that a rank did in a step which others had not ended."""
+    thing that a rank did in a step which others had not ended, and the time before its first one in a job that lacks
+    ranks: the step before may not have ended yet."""
     causes = np.zeros((len(w), len(CAUSES)))
     spans = run.spans
     moving = np.maximum(local_transfer(run), collective_transfer(run))
@@ -363,6 +364,9 @@ def _local_causes(
             known = within(data) + within(collective) + within(p2p)
             after = _after_all(own.start_ns[device], own.end_ns[device], start[rows], end[rows])
             over = np.where(before[rows] < 0, after, 0)
+            if run.layout.missing_ranks:
+                first = _before_all(own.start_ns[device], start[rows], end[rows])
+                over += np.where(start[rows] == windows.start_ns[w[rows]], first, 0)
             causes[rows, CAUSE_INDEX["host_launch"]] = np.maximum(idle[rows] - known - over, 0)
     causes[:, CAUSE_INDEX["unexplained"]] = idle - causes.sum(axis=1)
     return causes
@@ -379,6 +383,13 @@ def _after_all(began: Int, ended: Int, start: Int, end: Int) -> Int:
     last = np.searchsorted(began, end, "left") - 1
     over = np.where(last >= 0, reach[np.maximum(last, 0)], start) if len(reach) else start
     result: Int = end - np.clip(over, start, end)
+    return result
+
+
+def _before_all(began: Int, start: Int, end: Int) -> Int:
+    """How much of each [start, end) lies before the first span that begins after its start; `began` in order."""
+    first = np.append(began, np.iinfo(np.int64).max)[np.searchsorted(began, start, "left")]
+    result: Int = np.minimum(first, end) - start
     return result
 
 

@@ -96,6 +96,7 @@ def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(
         _, drift = many.clock_ns.get(gpu["rank"], (0, 0.0))
         assert gpu["busy"] == pytest.approx(true["busy"], abs=1e-9 + abs(drift) * true["busy"])
         assert sum(v for v in gpu["causes"].values() if v is not None) == pytest.approx(gpu["idle"], abs=1e-6)
+        assert gpu["causes"]["host_launch"] <= true["causes"]["host_launch"] + 1e-6
         inputs = {0: 8, 3: 8}.get(gpu["rank"], 16)
         assert gpu["causes"]["p2p_transfer"] == pytest.approx(inputs * 50e-6, abs=5e-6)
         if {0, 3} <= set(data["source"]["ranks"]):
@@ -140,9 +141,10 @@ def test_two_replicas_on_several_hosts(tmp_path: Path, hosts: int, without: int 
         true = there[gpu["rank"]]
         assert gpu["window"] == pytest.approx(true["window"], abs=20e-6)
         for cause, seconds in gpu["causes"].items():
-            known = cause in ("exposed_collective", "data_loading", "host_launch")
-            if without is None or known:
+            if without is None or cause in ("exposed_collective", "data_loading"):
                 assert seconds == pytest.approx(true["causes"][cause], abs=20e-6), cause
+            elif cause == "host_launch":  # where the step before ended is not known, nor what its host did until then
+                assert 0 <= seconds <= true["causes"][cause] + 1e-6
             elif cause not in ("p2p_transfer", "unexplained"):
                 assert seconds is None, cause
 
