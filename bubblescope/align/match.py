@@ -430,9 +430,10 @@ def _idle_between(run: Run, receive: Int, low: Int, high: Int) -> Int:
     the host asks for it, and a host that computes asks late."""
     spans = run.spans
     out = high - low
-    for rank in np.unique(spans.rank[receive]).tolist():
-        mine = spans.rank[receive] == rank
-        busy = (spans.rank == rank) & (spans.lane == Lane.COMPUTE)
+    compute = np.flatnonzero(spans.lane == Lane.COMPUTE)
+    busy_of = {rank: compute[rows] for rank, rows in intervals.rows_by(spans.rank[compute])}
+    for rank, mine in intervals.rows_by(spans.rank[receive]):
+        busy = busy_of.get(rank, compute[:0])
         done = intervals.union(spans.start_ns[busy], spans.end_ns[busy])
         worked = intervals.measure_before(done, high[mine]) - intervals.measure_before(done, low[mine])
         out[mine] -= worked
