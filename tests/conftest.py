@@ -8,5 +8,8 @@ from tests.support.pages import browser, screenshot, visit
 
 __all__ = ["browser", "screenshot", "visit"]  # fixtures: one browser for whoever asks for it
 
+# Programs that tests start, in a virtual environment of their own; nothing of them is imported here.
+collect_ignore = ["frameworks/scripts"]
+
 settings.register_profile("bubblescope", deadline=None)
 settings.load_profile("bubblescope")
