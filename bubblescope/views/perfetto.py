@@ -30,9 +30,10 @@ _COLOURS = {
 def render(report: ReportLike) -> str:
     """The trace as text. A process a GPU, a thread a track; times in microseconds from the first analysed window."""
     streams = _stream_tracks(report.device)
-    events = [
-        *_names(report, streams), *_ops(report), *_bubbles(report), *_kernels(report.device, streams), *_arrows(report)
-    ]  # fmt: skip
+    ends = list(_message_ends(report))
+    slices = [*_ops(report), *_bubbles(report), *_kernels(report.device, streams), *ends]
+    overlapping = _put_apart(slices, len(TRACKS) + len(streams))
+    events = [*_names(report, streams, overlapping), *slices, *_arrows(ends)]
     head = {"displayTimeUnit": "ms", "otherData": {"producer": "bubblescope"}}
     body = ",\n".join(json.dumps(e, sort_keys=True, allow_nan=False, separators=(",", ":")) for e in events)
     return json.dumps(head, sort_keys=True)[:-1] + ', "traceEvents": [\n' + body + "\n]}\n"
@@ -56,19 +57,57 @@ def _stream_tracks(device: pd.DataFrame) -> Streams:
     return {place: len(TRACKS) + i for i, place in enumerate(sorted(set(zip(*columns, strict=True))))}
 
 
-def _names(report: ReportLike, streams: Streams) -> Iterator[Event]:
+def _put_apart(slices: list[Event], tracks: int) -> list[tuple[int, int, int]]:
+    """Perfetto drops a slice that outlasts the one in which it begins, as kernels of one stream do that overlap: such
+    slices move to more tracks, numbered from `tracks` on. Gives (pid, track, the track it adds to) of these."""
+    more: dict[tuple[int, int, int], None] = {}
+    open_ends: dict[tuple[int, int], list[list[int]]] = {}
+    for event in sorted(slices, key=lambda e: (_whole_ns(e["ts"]), -_whole_ns(e["dur"]))):
+        pid, tid, start = event["pid"], event["tid"], _whole_ns(event["ts"])
+        layers = open_ends.setdefault((pid, tid), [])
+        layer = _layer_for(start, start + _whole_ns(event["dur"]), layers)
+        if layer:
+            event["tid"] = tid + layer * tracks
+            more[pid, event["tid"], tid] = None
+    return list(more)
+
+
+def _layer_for(start: int, end: int, layers: list[list[int]]) -> int:
+    """The first layer in which [start, end) nests, entered there. layers: the ends of what was open in each, innermost
+    last."""
+    for layer, ends in enumerate(layers):
+        while ends and ends[-1] <= start:
+            ends.pop()
+        if not ends or end <= ends[-1]:
+            ends.append(end)
+            return layer
+    layers.append([end])
+    return len(layers) - 1
+
+
+def _whole_ns(us: float) -> int:
+    return round(us * 1e3)
+
+
+def _names(report: ReportLike, streams: Streams, overlapping: list[tuple[int, int, int]]) -> Iterator[Event]:
     gpus = sorted(report.data.get("gpus") or [], key=lambda g: (g.get("stage") or 0, g["rank"]))
     for order, gpu in enumerate(gpus):
         pid = gpu["rank"]
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"stage {gpu.get('stage')}, GPU {pid}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}
         for tid, track in enumerate(TRACKS):
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            yield from _track(pid, tid, tid, track)
+    names = dict(enumerate(TRACKS))
     for (rank, device, stream), tid in streams.items():
-        name = f"GPU {device}, stream {stream}"
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
+        names[tid] = f"GPU {device}, stream {stream}"
+        yield from _track(rank, tid, tid, names[tid])
+    for pid, tid, beside in overlapping:
+        yield from _track(pid, tid, beside, f"{names[beside]}, overlapping")
+
+
+def _track(pid: int, tid: int, order: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}}
 
 
 def _ops(report: ReportLike) -> Iterator[Event]:
@@ -110,12 +149,19 @@ def _kernels(device: pd.DataFrame, streams: Streams) -> Iterator[Event]:
         }  # fmt: skip
 
 
-def _arrows(report: ReportLike) -> Iterator[Event]:
-    """A flow needs a slice at both ends; they have a track of their own, since slices of one track must nest."""
-    for number, message in enumerate(report.messages.to_dict("records")):
-        name = f"{message['direction']}{int(message['microbatch'])}"
-        ends = (("s", "src", message["send_s"]), ("f", "dst", message["done_s"]))
-        for phase, end, at in ends:
-            place = {"pid": int(message[end]), "tid": 4, "ts": _us(at)}
-            yield {"ph": "X", "name": name, "cat": "p2p", "dur": 1.0, "args": {"step": int(message["step"])}, **place}
+def _message_ends(report: ReportLike) -> Iterator[Event]:
+    """A slice at both ends of each message, on a track of their own."""
+    for message in report.messages.to_dict("records"):
+        for end, at in (("src", message["send_s"]), ("dst", message["done_s"])):
+            yield {
+                "ph": "X", "name": f"{message['direction']}{int(message['microbatch'])}", "cat": "p2p",
+                "pid": int(message[end]), "tid": 4, "ts": _us(at), "dur": 1.0, "args": {"step": int(message["step"])},
+            }  # fmt: skip
+
+
+def _arrows(ends: list[Event]) -> Iterator[Event]:
+    """From the slice at one end of each message to the slice at its other one."""
+    for number, pair in enumerate(zip(ends[::2], ends[1::2], strict=True)):
+        for phase, end in zip("sf", pair, strict=True):
+            place = {name: end[name] for name in ("pid", "tid", "ts")}
             yield {"ph": phase, "name": "p2p", "cat": "p2p", "id": number, "bp": "e", **place}

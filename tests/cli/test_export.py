@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,48 @@ def test_perfetto_arrows_join_both_ends_on_one_clock(events: list[dict[str, Any]
     for number, start in starts.items():
         assert 0 <= ends[number]["ts"] - start["ts"] < 50_000
         assert abs(ends[number]["pid"] - start["pid"]) == 1
+
+
+def test_perfetto_draws_kernels_of_one_stream_that_overlap_on_a_second_track(report: Report) -> None:
+    """Perfetto drops a slice that outlasts the one in which it begins."""
+    device = report.device.copy()
+    kernels = device.index[(device["stream"] == 7) & (device["rank"] == 1)].tolist()
+    first, second = kernels[:2]
+    device.loc[first, "end_s"] = device.loc[second, "start_s"] + 5e-9
+    overlapping = replace(report)
+    overlapping.__dict__["device"] = device
+    events = json.loads(perfetto.render(overlapping))["traceEvents"]
+    assert outlasting(events) == []
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    where = [names[e["pid"], e["tid"]] for e in events if e.get("cat") == "kernel" and e["pid"] == 1]
+    assert where.count("GPU 1, stream 7, overlapping") == 1
+    assert where.count("GPU 1, stream 7") == len(kernels) - 1
+
+
+def test_perfetto_arrows_hold_on_to_slices_of_their_own(report: Report) -> None:
+    """Two messages of a rank within a microsecond: their slices of 1 µs would overlap."""
+    messages = report.messages.copy()
+    first, second = messages.index[messages["src"] == messages.loc[0, "src"]].tolist()[:2]
+    messages.loc[second, "send_s"] = messages.loc[first, "send_s"] + 4e-7
+    close = replace(report)
+    close.__dict__["messages"] = messages
+    events = json.loads(perfetto.render(close))["traceEvents"]
+    assert outlasting(events) == []
+    ends = [(e["pid"], e["tid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    assert sorted(ends) == sorted((e["pid"], e["tid"], e["ts"]) for e in events if e.get("cat") == "p2p" and "dur" in e)
+
+
+def outlasting(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The slices that begin within another one of their track and end after it."""
+    found, open_ends = [], defaultdict(list)
+    slices = [(round(e["ts"] * 1e3), round(e["dur"] * 1e3), e) for e in events if e["ph"] == "X"]
+    for start, length, event in sorted(slices, key=lambda s: (s[0], -s[1])):
+        ends = open_ends[event["pid"], event["tid"]]
+        ends[:] = [end for end in ends if end > start]
+        if any(start + length > end for end in ends):
+            found.append(event)
+        ends.append(start + length)
+    return found
 
 
 def test_our_own_reader_sees_every_kernel_of_the_perfetto_file(report: Report, tmp_path: Path) -> None:
