@@ -157,6 +157,17 @@ def test_links_lead_to_files() -> None:
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_reference_shows_the_help_that_the_program_prints(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bubblescope", name, "--help"], env={**os.environ, "COLUMNS": "200"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    printed = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert f"## bubblescope {name}\n\n```text\n{printed}\n```" in page
+
+
 def test_the_reference_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "build_docs"), "--check"], capture_output=True, text=True, timeout=180
