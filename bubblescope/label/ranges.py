@@ -3,7 +3,8 @@
 Each framework's names are parsed by a module of their own (`SCHEMES`); the user's own come first. Kernels inherit from
 the range that stands around their launch, on whatever thread: backward kernels are launched by autograd's threads
 while the schedule's thread waits inside the range. Ranges hold waits for receives as well, so a range itself is never
-busy time.
+busy time. Where a rank of a pipeline computes in both directions and its ranges do not name both, no range of the run
+is used: the other evidence tells both.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra import intervals
 from bubblescope.label import megatron, torch_pipelining, user_names, zero_bubble
 from bubblescope.label.actions import Parser, RangeAction
 from bubblescope.label.evidence import Int, Mask, around, backward_evidence, issue_time, launched
 from bubblescope.label.structure import rank_of_stage, stage_of_rank
-from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Run
+from bubblescope.model import BACKWARD_KINDS, PIPELINE_KINDS, Kind, Lane, Notice, Run
 
 Scheme = Callable[[Run], Parser]
 
@@ -27,6 +29,8 @@ SCHEMES: list[Scheme] = [lambda run: torch_pipelining.parse, zero_bubble.parser,
 
 _COLUMNS = ("kind", "stage", "chunk", "microbatch")
 _LABELLED = (*PIPELINE_KINDS, Kind.OPTIMIZER, Kind.LOSS, Kind.RECOMPUTE)
+_OTHER_DIRECTION = 0.25
+"""With so much unnamed compute per named forward (or backward), the other direction is in it."""
 
 
 def parser_of(run: Run) -> Parser:
@@ -42,7 +46,7 @@ def parser_of(run: Run) -> Parser:
 def label(run: Run) -> Run:
     """Label the ranges, and the kernels that were launched inside them. Needs no layout."""
     spans = run.spans
-    ranges, parsed = _ranges(run)
+    ranges, parsed = _known(run)
     if len(ranges) == 0:
         return run
     columns = {c: getattr(spans, c).copy() for c in _COLUMNS}
@@ -53,7 +57,48 @@ def label(run: Run) -> Run:
             columns[column][row] = getattr(actions[0], column)
     for mine, actions_of in _by_rank(run, ranges, parsed):
         _label_compute(run, mine, actions_of, at, sure, sense, columns)
-    return replace(run, spans=spans.with_columns(**columns))
+    half = _half_named(run, columns["kind"])
+    if half:
+        refused = columns["kind"] != Kind.OPTIMIZER
+        for column, values in columns.items():
+            values[refused] = getattr(spans, column)[refused]
+    return replace(run, spans=spans.with_columns(**columns)).with_notices(*_half_notices(half))
+
+
+def _half_named(run: Run, kind: Int) -> dict[int, str]:
+    """Rank -> what its ranges do not name, of ranks that compute much besides: one direction, or both of them where the
+    rank exchanges messages and the ranges of others name theirs. kind: as the ranges label the rows."""
+    spans = run.spans
+    compute = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.step >= 0))
+    talking = set(spans.rank[np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & (spans.lane != Lane.RANGE)].tolist())
+    any_named = bool(np.isin(kind[compute], PIPELINE_KINDS).any())
+    out: dict[int, str] = {}
+    for rank, picked in intervals.rows_by(spans.rank[compute]):
+        rows = compute[picked]
+        length = spans.duration_ns[rows]
+        forward, backward, other = (
+            int(length[np.isin(kind[rows], kinds)].sum()) for kinds in (Kind.FORWARD, BACKWARD_KINDS, Kind.OTHER)
+        )
+        if other <= _OTHER_DIRECTION * (forward + backward) or (forward and backward):
+            continue
+        if forward or backward:
+            out[rank] = "backwards" if forward else "forwards"
+        elif any_named and rank in talking:
+            out[rank] = "forwards or backwards"
+    return out
+
+
+def _half_notices(half: dict[int, str]) -> list[Notice]:
+    out = []
+    for word in sorted(set(half.values())):
+        ranks = [str(rank) for rank, missing in half.items() if missing == word]
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        message = (
+            f"the ranges of rank {', '.join(ranks[:8])}{more} name no {word}, and much is computed outside of them: "
+            "names of operations are not used, and forward and backward are told by what else the trace shows"
+        )
+        out.append(Notice("ranges-one-sided", message))
+    return out
 
 
 def label_messages(run: Run) -> Run:
@@ -95,6 +140,14 @@ def label_loss(run: Run) -> Run:
 
 
 def _ranges(run: Run) -> tuple[Int, list[tuple[RangeAction, ...]]]:
+    """The ranges of `_known` that `label` believed: it gave them their kind."""
+    rows, parsed = _known(run)
+    kinds = run.spans.kind[rows].tolist()
+    believed = [i for i, actions in enumerate(parsed) if actions[0].kind == kinds[i]]
+    return rows[np.array(believed, dtype=np.int64)], [parsed[i] for i in believed]
+
+
+def _known(run: Run) -> tuple[Int, list[tuple[RangeAction, ...]]]:
     """Rows of ranges that parse, by rank and start, and what they say."""
     spans = run.spans
     rows = np.flatnonzero(spans.lane == Lane.RANGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -293,3 +294,55 @@ def test_operators_of_a_cpu_rank_are_paired_by_their_own_numbers() -> None:
 
 def test_ranks_that_fit_no_order_stay_without_stages() -> None:
     assert label(gloo_job([[1, 0], [2, 3]])).layout.stages is None
+
+
+def partly_named(folder: Path, truth: Truth, style: Style, named: Callable[[int, str], bool]) -> Run:
+    """Labelled without those ranges of operations that `named` (rank, text) does not want."""
+    documents = traces(truth, replace(style, launches=True))
+    for rank, document in documents.items():
+        document["traceEvents"] = [
+            e
+            for e in document["traceEvents"]
+            if e["name"].startswith("ProfilerStep") or e.get("cat") != "user_annotation" or named(rank, e["name"])
+        ]
+    write(folder, documents)
+    return label(read(folder))
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["bare", "autograd"])
+@pytest.mark.parametrize("ranges", ["torch", "runtime"])
+@pytest.mark.parametrize(
+    ("named", "word"),
+    [
+        (lambda rank, text: "F" in text, "0, 1, 2, 3 name no backwards"),
+        (lambda rank, text: "B" in text, "0, 1, 2, 3 name no forwards"),
+        (lambda rank, text: rank != 3 or "F" in text, "3 name no backwards"),
+        (lambda rank, text: rank != 3, "3 name no forwards or backwards"),
+        (lambda rank, text: rank != 0, "0 name no forwards or backwards"),
+    ],
+    ids=["forwards", "backwards", "one rank's forwards", "not rank 3", "not rank 0"],
+)
+def test_ranges_that_name_a_part_of_the_operations_do_not_hide_the_rest(
+    tmp_path: Path, autograd: bool, ranges: str, named: Callable[[int, str], bool], word: str
+) -> None:
+    """The rest would be counted as stray compute, as loss or as optimizer, and a rank without names as none at all."""
+    truth = simulate(Shape(steps=2))
+    run = partly_named(tmp_path, truth, Style(ranges=ranges, autograd=autograd), named)
+    assert wrong_kernels(run, truth) == 0
+    assert (run.layout.stages, run.layout.schedule) == (4, "1F1B")
+    assert [word in n.message for n in run.notices if n.code == "ranges-one-sided"] == [True]
+
+
+def test_where_only_forwards_run_their_names_are_used(tmp_path: Path) -> None:
+    """An evaluation has no backwards to name."""
+    documents = traces(simulate(Shape(microbatches=4)), Style(launches=True, ranges="torch"))
+    for document in documents.values():
+        document["traceEvents"] = [
+            e for e in document["traceEvents"] if not e["name"].startswith("Backward") and "bwd" not in e["name"]
+        ]
+    write(tmp_path, documents)
+    run = label(read(tmp_path))
+    compute = run.spans.lane == Lane.COMPUTE
+    assert set(run.spans.kind[compute].tolist()) == {Kind.FORWARD}
+    assert set(run.spans.microbatch[compute].tolist()) == {0, 1, 2, 3}
+    assert not [n for n in run.notices if n.code == "ranges-one-sided"]
