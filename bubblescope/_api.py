@@ -22,12 +22,15 @@ def load(
     *,
     format: str = "auto",
     names: PathLike | None = None,
+    max_events: int | None = None,
+    max_bytes: int | None = None,
 ) -> Run:
     """Read traces or recordings into one `Run`: all that was measured, nothing concluded.
 
     path: a file, a folder, a glob or an fsspec URL, or several of them. executor: anything with the interface of
     `concurrent.futures.Executor`; one rank is read per task. format: a key of `ingest.FORMATS`, where it must not be
     recognised. names: a TOML file that says what your own names of ranges mean (`ingest.usernames`).
+    max_events, max_bytes: limits of one file, unpacked (by default 50 million events and 16 GiB).
 
     Raises UsageError (a ValueError) for arguments that make no sense, InputError when nothing can be analysed.
     """
@@ -37,7 +40,11 @@ def load(
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise UsageError(f"executor is {checks.shown(executor)}, but must have a method submit")
     options = ReadOptions(names=() if names is None else usernames.load(checks.path("names", names)))
-    return read(paths, format=format, executor=executor, options=options)
+    limits = (
+        None if given is None else checks.whole(name, given)
+        for name, given in (("max_events", max_events), ("max_bytes", max_bytes))
+    )
+    return read(paths, format=format, executor=executor, options=options.limited(*limits))
 
 
 def analyze(

@@ -17,6 +17,7 @@ from bubblescope.cli.output import (
     FiniteRange,
     check_targets,
     json_option,
+    limit_options,
     markdown_option,
     names_option,
     progress,
@@ -86,9 +87,7 @@ def report_options(command: Command) -> Command:
             help="Your price; without one there are hours and no money.",
         ),
         click.option("--currency", default="USD", show_default=True, metavar="C", help="Name beside the money."),
-        click.option(
-            "--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of the whole job; else those seen."
-        ),
+        click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of the whole job; else those seen."),
         click.option(
             "--total-steps",
             type=click.IntRange(min=1),
@@ -119,13 +118,9 @@ def report_options(command: Command) -> Command:
 @click.option("--html", type=OUTPUT_FILE, metavar="FILE", help="Write the report as one HTML file.")
 @json_option
 @markdown_option
-@click.option(
-    "--csv", type=OUTPUT_FOLDER, metavar="DIR", help="Write tables as CSV."
-)
+@click.option("--csv", type=OUTPUT_FOLDER, metavar="DIR", help="Write tables as CSV.")
 @click.option("--perfetto", type=OUTPUT_FILE, metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
-@click.option(
-    "--parquet", type=OUTPUT_FOLDER, metavar="DIR", help="Write tables as Parquet."
-)
+@click.option("--parquet", type=OUTPUT_FOLDER, metavar="DIR", help="Write tables as Parquet.")
 @click.option(
     "--tensorboard",
     type=OUTPUT_FOLDER,
@@ -141,6 +136,7 @@ def report_options(command: Command) -> Command:
     help="Format of the input, where it must not be recognised.",
 )
 @names_option
+@limit_options
 @report_options
 @click.option(
     "--engine",
@@ -176,6 +172,8 @@ def analyze(
     tensorboard: Path | None,
     format_name: str,
     names_file: Path | None,
+    max_events: int | None,
+    max_bytes: int | None,
     price: float | None,
     currency: str,
     gpus: int | None,
@@ -217,6 +215,8 @@ def analyze(
             format_name=format_name,
             executor=executor,
             names_file=names_file,
+            max_events=max_events,
+            max_bytes=max_bytes,
             cache=not no_cache,
             keep_cpu_ops=keep_cpu_ops,
         )
@@ -232,6 +232,8 @@ def make_report(
     format_name: str = "auto",
     executor: Executor | None = None,
     names_file: Path | None = None,
+    max_events: int | None = None,
+    max_bytes: int | None = None,
     cache: bool = True,
     keep_cpu_ops: bool = False,
 ) -> Report:
@@ -241,7 +243,7 @@ def make_report(
     from bubblescope.report.build import build
 
     names = () if names_file is None else usernames.load(names_file)
-    chosen = ReadOptions(names=names, cache=cache, keep_cpu_ops=keep_cpu_ops)
+    chosen = ReadOptions(names=names, cache=cache, keep_cpu_ops=keep_cpu_ops).limited(max_events, max_bytes)
     with reading():
         run = read(paths, format=format_name, executor=executor, options=chosen)
     with progress("attributing"):

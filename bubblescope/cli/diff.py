@@ -12,6 +12,7 @@ from bubblescope.cli.output import (
     FiniteRange,
     check_targets,
     json_option,
+    limit_options,
     markdown_option,
     names_option,
     results,
@@ -59,6 +60,7 @@ Examples:
 )
 @click.option("--format", "format_name", default="auto", show_default=True, metavar="F", help="Format of the inputs.")
 @names_option
+@limit_options
 @click.option("--html", type=OUTPUT_FILE, metavar="FILE", help="Write the comparison as one HTML file.")
 @markdown_option
 @json_option
@@ -68,6 +70,8 @@ def diff(
     fail_if_worse: float | None,
     format_name: str,
     names_file: Path | None,
+    max_events: int | None,
+    max_bytes: int | None,
     html: Path | None,
     markdown_to: str | None,
     json_to: str | None,
@@ -84,7 +88,14 @@ def diff(
     targets = (("--html", html), ("--json", json_to), ("--markdown", markdown_to))
     check_targets(*targets)
     reports = [
-        make_report([path], ReportOptions(), format_name=format_name, names_file=names_file)
+        make_report(
+            [path],
+            ReportOptions(),
+            format_name=format_name,
+            names_file=names_file,
+            max_events=max_events,
+            max_bytes=max_bytes,
+        )
         for path in (before, after)
     ]
     spare_inputs([*(f for r in reports for f in r.run.source.files), names_file], *targets)

@@ -85,6 +85,23 @@ def names_option(command: Command) -> Command:
     )(command)
 
 
+def limit_options(command: Command) -> Command:
+    """Add the limits of one file, for every command that reads traces; None where they are not given."""
+    add_events = click.option(
+        "--max-events",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Events of one file at most; default: 50 million.",
+    )
+    add_bytes = click.option(
+        "--max-bytes",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Bytes of one file, unpacked, at most; default: 16 GiB.",
+    )
+    return add_events(add_bytes(command))
+
+
 def stdout_owner(**targets: str | None) -> str | None:
     """'-' when one of the targets is stdout, for `results`; UsageError when several are.
 

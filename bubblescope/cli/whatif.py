@@ -11,6 +11,7 @@ import click
 from bubblescope.cli.output import (
     FiniteRange,
     json_option,
+    limit_options,
     names_option,
     results,
     spare_inputs,
@@ -66,6 +67,7 @@ Examples:
 )
 @click.option("--format", "format_name", default="auto", show_default=True, metavar="F", help="Format of the input.")
 @names_option
+@limit_options
 @json_option
 def whatif(
     path: str,
@@ -82,6 +84,8 @@ def whatif(
     total_steps: int | None,
     format_name: str,
     names_file: Path | None,
+    max_events: int | None,
+    max_bytes: int | None,
     json_to: str | None,
 ) -> None:
     """Predicted step time, hours and money of each change to a run, best first.
@@ -105,7 +109,14 @@ def whatif(
         memory_limit=None if memory_limit is None else size(memory_limit),
     )
     options = ReportOptions(price_per_gpu_hour=price, currency=currency, gpus=gpus, total_steps=total_steps)
-    report = make_report([path], options, format_name=format_name, names_file=names_file)
+    report = make_report(
+        [path],
+        options,
+        format_name=format_name,
+        names_file=names_file,
+        max_events=max_events,
+        max_bytes=max_bytes,
+    )
     spare_inputs([*report.run.source.files, layer_times, names_file], ("--json", json_to))
     found = explore(report, wanted)
     cost = {name: report.data["cost"][name] for name in ("gpus", "total_steps", "price_per_gpu_hour", "currency")}

@@ -104,7 +104,7 @@ def _bounded(plain: Iterator[bytes], path: str, max_bytes: int) -> Iterator[byte
         if done > max_bytes:
             raise InputError(
                 f"the file unpacks to more than {max_bytes:,} bytes",
-                hint="raise the limit (max_bytes) if you trust the file, or record fewer steps",
+                hint="raise the limit (--max-bytes, max_bytes in Python) if you trust the file, or record less",
                 where=path,
             )
         yield block

@@ -183,7 +183,7 @@ class Columns:
         if self.kept > self.max_events:
             raise InputError(
                 f"more than {self.max_events:,} events",
-                hint="raise the limit (max_events) if you trust the file, or record fewer steps",
+                hint="raise the limit (--max-events, max_events in Python) if you trust the file, or record less",
                 where=self.path,
             )
         if kept == 0:

@@ -140,7 +140,11 @@ def _opened(path: str, options: ReadOptions) -> Iterator[sqlite3.Connection]:
             target.flush()
             local = target.name
         if Path(local).stat().st_size > options.max_bytes:
-            raise InputError(f"the file is larger than {options.max_bytes:,} bytes", hint="raise the limit", where=path)
+            raise InputError(
+                f"the file is larger than {options.max_bytes:,} bytes",
+                hint="raise the limit (--max-bytes, max_bytes in Python) if you trust the file, or record less",
+                where=path,
+            )
         connection = sqlite3.connect(f"file:{quote(str(Path(local).absolute()))}?mode=ro&immutable=1", uri=True)
         stack.callback(connection.close)
         connection.text_factory = lambda data: data.decode("utf-8", "replace")

@@ -69,7 +69,7 @@ def processes(connection: sqlite3.Connection, path: str, options: ReadOptions) -
     if count > options.max_events:
         raise InputError(
             f"more than {options.max_events:,} events",
-            hint="raise the limit (max_events) if you trust the file, or record less",
+            hint="raise the limit (--max-events, max_events in Python) if you trust the file, or record less",
             where=path,
         )
     device = [file.kernels(), *(file.copies(t) for t in COPIES), file.graphs()]

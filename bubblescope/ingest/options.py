@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bubblescope.model import Kind
@@ -53,13 +53,25 @@ class ReadOptions:
     operators of the host that nothing reads, too. cache: keep what was read in the user's cache folder, and use it.
     """
 
-    max_bytes: int = 64 << 30
-    max_events: int = 200_000_000
+    max_bytes: int = 16 << 30
+    max_events: int = 50_000_000
     comm_names: str = ""
     compute_names: str = ""
     names: tuple[NameRule, ...] = ()
     keep_cpu_ops: bool = False
     cache: bool = False
+
+    def limited(self, max_events: int | None, max_bytes: int | None) -> ReadOptions:
+        """With these limits in place of its own, where they are given.
+
+        >>> ReadOptions().limited(10, None).max_events
+        10
+        """
+        return replace(
+            self,
+            max_events=self.max_events if max_events is None else max_events,
+            max_bytes=self.max_bytes if max_bytes is None else max_bytes,
+        )
 
 
 DEFAULT = ReadOptions()

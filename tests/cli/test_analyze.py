@@ -13,6 +13,7 @@ from bubblescope.errors import InputError, ThresholdExceeded, UsageError
 from bubblescope.report.build import ReportOptions
 from tests.support.cli_runner import Runner
 from tests.support.fake_report import build
+from tests.support.kineto_gen import Shape, simulate, traces, write
 
 
 def test_a_path_that_is_not_there_is_exit_3_with_the_path_and_a_hint(bubblescope: Runner) -> None:
@@ -36,6 +37,20 @@ def test_a_file_that_is_no_trace_is_exit_3_and_never_a_traceback(
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(("option", "above", "enough"), [("--max-events", 10, 2_000), ("--max-bytes", 9, 1 << 20)])
+@pytest.mark.parametrize("name", ["analyze", "whatif", "diff"])
+def test_the_limits_of_a_file_are_options_and_the_refusal_names_them(
+    name: str, option: str, above: int, enough: int, bubblescope: Runner, tmp_path: Path
+) -> None:
+    file = write(tmp_path, traces(simulate(Shape())))[0]
+    paths = [str(file)] * (2 if name == "diff" else 1)
+    refused = bubblescope(name, *paths, option, str(above))
+    assert refused.returncode == 3
+    assert f"more than {above} " in refused.stderr
+    assert option in refused.stderr
+    assert f"more than {enough:,} " not in bubblescope(name, *paths, option, str(enough)).stderr
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -47,6 +62,7 @@ def test_a_file_that_is_no_trace_is_exit_3_and_never_a_traceback(
         ("x", "--price-per-gpu-hour", "nan"),
         ("x", "--price-per-gpu-hour", "-1"),
         ("x", "--gpus", "0"),
+        ("x", "--max-events", "0"),
         ("x", "--engine", "spark"),
         ("x", "--scheduler", "tcp://127.0.0.1:1"),
         ("x", "--engine", "dask"),

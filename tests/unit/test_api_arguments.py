@@ -13,6 +13,7 @@ import pytest
 import bubblescope as bs
 from bubblescope.errors import InputError, UsageError
 from bubblescope.report.build import Report
+from tests.support.kineto_gen import Shape, simulate, traces, write
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "before"
 NO_NUMBER = [math.nan, math.inf, "x", "8", [], {}, b"8", None.__class__]
@@ -90,11 +91,19 @@ def test_a_path_to_nothing_is_an_input_error(value: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("executor", 5), ("executor", "x"), ("format", None), ("format", ""), ("format", 5), ("format", "x"),
-     ("names", 5), ("names", ""), ("names", "."), ("names", "nowhere.toml")],
+     ("names", 5), ("names", ""), ("names", "."), ("names", "nowhere.toml"), ("max_events", 0), ("max_bytes", "1")],
 )  # fmt: skip
 def test_other_arguments_of_load_are_checked_too(name: str, value: Any) -> None:
     with pytest.raises(UsageError):
         bs.load(EXAMPLE, **{name: value})
+
+
+@pytest.mark.parametrize("limit", ["max_events", "max_bytes"])
+def test_the_limits_of_a_file_are_arguments_of_load(limit: str, tmp_path: Path) -> None:
+    file = write(tmp_path, traces(simulate(Shape())))[0]
+    with pytest.raises(InputError, match="more than 9 ") as caught:
+        bs.load(file, **{limit: 9})
+    assert limit in caught.value.hint
 
 
 def test_paths_may_come_from_a_generator() -> None:
