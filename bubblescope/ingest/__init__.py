@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bubblescope.errors import InputError, UsageError
-from bubblescope.ingest import discover, memory
+from bubblescope.ingest import discover, memory, usernames
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Notice, Run, checks
@@ -99,14 +99,10 @@ def _telling(paths: Sequence[str | Path]) -> Iterator[None]:
 
 
 def _with_names(run: Run, options: ReadOptions) -> Run:
-    """The user's names of ranges travel with the run to where ranges are labelled; those that fit nothing are said."""
+    """The user's names of ranges travel with the run to where ranges are labelled; what is wrong with them is said."""
     if not options.names:
         return run
-    unused = [rule.pattern for rule in options.names if not any(rule.search(text) for text in run.names.texts)]
-    if unused:
-        listed = ", ".join(f"'{pattern}'" for pattern in unused[:4]) + (" …" if len(unused) > 4 else "")
-        message = f"{len(unused)} of {len(options.names)} rules of the names file fit no name in the input: {listed}"
-        run = run.with_notices(Notice("names-unused", message))
+    run = run.with_notices(*usernames.notices(options.names, run))
     return replace(run, source=replace(run.source, details={**run.source.details, "names": options.names}))
 
 

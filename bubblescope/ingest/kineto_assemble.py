@@ -20,6 +20,7 @@ from bubblescope.ingest.options import DEFAULT, NameRule, ReadOptions
 from bubblescope.ingest.part import Part
 from bubblescope.ingest.quarantine import quarantine
 from bubblescope.ingest.steps import Steps
+from bubblescope.ingest.usernames import USER_STEPS
 from bubblescope.model import Kind, Lane, Names, Notice, Spans
 
 Mask = NDArray[np.bool_]
@@ -586,7 +587,7 @@ def _profiler_steps(table: _Table) -> Steps | None:
     if len(mine):
         mine = mine[np.argsort(start[mine], kind="stable")]
         found = step_finder.from_profiler(np.arange(len(mine), dtype=np.int64), start[mine], end[mine])
-        return None if found is None else replace(found, how="the user's names")
+        return None if found is None else replace(found, how=USER_STEPS)
     rows = np.flatnonzero(table.named(step_finder.STEP_NAME) & table.cat(Cat.RANGE, Cat.CPU_OP))
     numbers = [step_finder.STEP_NAME.match(table.text(r)) for r in rows.tolist()]
     rows = rows[[m is not None for m in numbers]]

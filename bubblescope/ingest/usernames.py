@@ -13,15 +13,19 @@ fits decides.
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bubblescope.errors import UsageError
 from bubblescope.ingest import handwritten
 from bubblescope.ingest.options import NameRule, linear_pattern
-from bubblescope.model import Kind
+from bubblescope.model import Kind, Lane, Notice, Run, checks
 
 KINDS: dict[str, Kind | None] = {
     "forward": Kind.FORWARD,
@@ -36,6 +40,8 @@ KINDS: dict[str, Kind | None] = {
 _NUMBERS = ("stage", "microbatch", "chunk")
 _KEYS = ("name", "kind", *_NUMBERS)
 _LARGEST = 1 << 20
+USER_STEPS = "the user's names"
+"""`Layout.inferred["steps"]` where a rule named the steps."""
 
 
 def load(path: str | Path) -> tuple[NameRule, ...]:
@@ -126,3 +132,60 @@ def _pattern(table: dict[str, Any], place: _Place) -> str:
     if unknown:
         raise place.wrong("name", f"unknown group '{unknown[0]}'", hint=f"the groups are {', '.join(_NUMBERS)}")
     return name
+
+
+def number(captured: str) -> int | None:
+    """The number that a group captured; None where it captured something else.
+
+    >>> number("12"), number("mb"), number(""), number("²")
+    (12, None, None, None)
+    """
+    return int(captured) if captured.isdecimal() and len(captured) < 10 else None
+
+
+def notices(rules: tuple[NameRule, ...], run: Run) -> list[Notice]:
+    """About rules that fit no range of the run, and about groups that captured no number."""
+    spans = run.spans
+    ranges = [run.names[i] for i in np.unique(spans.name[spans.lane == Lane.RANGE]).tolist()]
+    unused = [_unused(rule, run) for rule in rules if not _is_used(rule, run, ranges)]
+    said = []
+    if unused:
+        listed = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
+        message = f"{len(unused)} of {len(rules)} rules of the names file fit no range in the input: {listed}"
+        said.append(Notice("names-unused", message))
+    return [*said, *_without_number(rules, ranges)]
+
+
+def _is_used(rule: NameRule, run: Run, ranges: list[str]) -> bool:
+    if rule.kind is None:  # the reader has made steps of these
+        return USER_STEPS in run.layout.inferred.get("steps", "") and _fits(rule, run.names.texts)
+    return _fits(rule, ranges)
+
+
+def _unused(rule: NameRule, run: Run) -> str:
+    elsewhere = " (fits other things, such as kernels, which are not named so)" if _fits(rule, run.names.texts) else ""
+    return f"'{rule.pattern}'{elsewhere}"
+
+
+def _fits(rule: NameRule, texts: Iterable[str]) -> bool:
+    return any(rule.search(text) for text in texts)
+
+
+def _without_number(rules: tuple[NameRule, ...], ranges: list[str]) -> Iterator[Notice]:
+    """One for each group that captures no number in a name of which its rule decides."""
+    decided: dict[NameRule, list[tuple[str, dict[str, str | None]]]] = {}
+    for text in ranges:
+        fits = ((rule, found) for rule in rules if rule.kind is not None and (found := rule.search(text)))
+        for rule, found in itertools.islice(fits, 1):
+            decided.setdefault(rule, []).append((text, found.groupdict()))
+    for rule, names in decided.items():
+        for group in _NUMBERS:
+            wrong = [(text, got) for text, of in names if (got := of.get(group)) is not None and number(got) is None]
+            if wrong:
+                text, got = wrong[0]
+                yield Notice(
+                    "names-no-number",
+                    f"the group {group} of the rule '{rule.pattern}' of the names file captures no number in "
+                    f"{len(wrong)} of the {len(names)} names that the rule fits, such as {checks.shown(got)} of "
+                    f"{checks.shown(text)}; there the {group} is not known",
+                )

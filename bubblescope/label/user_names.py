@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bubblescope.ingest.options import NameRule
+from bubblescope.ingest.usernames import number as number_in
 from bubblescope.label.actions import Parser, RangeAction
 from bubblescope.model import Run
 
@@ -21,8 +22,10 @@ def _parser(rule: NameRule) -> Parser:
         named = found.groupdict()
 
         def number(field: str, otherwise: int) -> int:
-            value = named.get(field)
-            return int(value) if value is not None and value.isdigit() and len(value) < 10 else otherwise
+            if (captured := named.get(field)) is None:
+                return otherwise
+            value = number_in(captured)
+            return -1 if value is None else value
 
         return (
             RangeAction(

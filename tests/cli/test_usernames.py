@@ -14,6 +14,7 @@ from bubblescope.align import prepare
 from bubblescope.errors import UsageError
 from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.usernames import load, parse
+from bubblescope.label import user_names
 from bubblescope.model import Kind, Lane
 from tests.support.cli_runner import Runner
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
@@ -133,8 +134,47 @@ def test_a_rule_that_fits_nothing_is_said(tmp_path: Path) -> None:
     more = "[[range]]\nname = '^trainr/L'\nkind = 'loss'\n"
     run = read(tmp_path, options=ReadOptions(names=parse(RULES + more)))
     (notice,) = [n for n in run.notices if n.code == "names-unused"]
-    assert notice.message == "1 of 3 rules of the names file fit no name in the input: '^trainr/L'"
+    assert notice.message == "1 of 3 rules of the names file fit no range in the input: '^trainr/L'"
     assert "names-unused" not in [n.code for n in read(tmp_path, options=ReadOptions(names=parse(RULES))).notices]
+
+
+@pytest.mark.parametrize("kind", ["forward", "step"])
+def test_a_rule_that_fits_kernels_only_is_said(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, traces(simulate(Shape()), STYLE))
+    kernel = next(t for t in read(tmp_path).names.texts if "gemm" in t)
+    run = read(tmp_path, options=ReadOptions(names=parse(f"[[range]]\nname = '^{kernel}$'\nkind = '{kind}'\n")))
+    (notice,) = [n for n in run.notices if n.code == "names-unused"]
+    assert notice.message == (
+        f"1 of 1 rules of the names file fit no range in the input: '^{kernel}$' (fits other things, such as kernels, "
+        "which are not named so)"
+    )
+
+
+@pytest.mark.parametrize("more", ["", "stage = 7\n"])
+def test_a_group_that_captures_no_number_is_said_and_leaves_it_unknown(more: str, tmp_path: Path) -> None:
+    documents = traces(simulate(Shape()), STYLE)
+    for document in documents.values():
+        for event in document["traceEvents"]:
+            event["name"] = event["name"].replace("@s3", "@s²")
+    write(tmp_path, documents)
+    names = parse(f"[[range]]\nname = 'F/mb(?P<microbatch>[0-9]+)@s(?P<stage>.+)'\nkind = 'forward'\n{more}")
+    run = read(tmp_path, options=ReadOptions(names=names))
+    (notice,) = [n for n in run.notices if n.code == "names-no-number"]
+    assert notice.message == (
+        "the group stage of the rule 'F/mb(?P<microbatch>[0-9]+)@s(?P<stage>.+)' of the names file captures no number "
+        "in 8 of the 32 names that the rule fits, such as '²' of 'trainer/F/mb0@s²'; there the stage is not known"
+    )
+    ((action,),) = [parser("trainer/F/mb5@s²") for parser in user_names.parsers(run)]
+    assert (action.stage, action.microbatch) == (-1, 5)
+
+
+def test_a_group_that_does_not_take_part_leaves_the_number_to_the_rule(tmp_path: Path) -> None:
+    write(tmp_path, traces(simulate(Shape()), STYLE))
+    names = parse("[[range]]\nname = 'F/mb[0-9]+(@z(?P<stage>[0-9]+))?'\nkind = 'forward'\nstage = 2\n")
+    run = read(tmp_path, options=ReadOptions(names=names))
+    assert not [n for n in run.notices if n.code.startswith("names-")]
+    ((action,),) = [parser("trainer/F/mb5@s1") for parser in user_names.parsers(run)]
+    assert action.stage == 2
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
