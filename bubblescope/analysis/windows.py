@@ -87,7 +87,8 @@ class Windows:
 
 
 def find_windows(run: Run) -> Windows:
-    """Windows of every finished step of every rank; warm-up steps are skipped and named.
+    """Windows of every finished step of every rank; warm-up steps are skipped and named. The step that was read only
+    because the next one begins where it ends, ``source.details["step_before"]``, has none.
 
     Example: ranks 0 and 1, one clock, optimizer of step 0 ends at 90 and 100, of step 1 at 190 and 200, first
     operation of step 1 at 105 on both: windows of step 1 are [100, 200) on both.
@@ -98,7 +99,8 @@ def find_windows(run: Run) -> Windows:
     edges = _drop_unfinished(edges)
     skipped = _skipped(run, np.unique(edges.step))
     starts, ends, closes, bases, first = _place(edges, run.clock_part(edges.rank))
-    keep = ~np.isin(edges.step, [s.index for s in skipped]) & (ends > starts)
+    left_out = [run.source.details.get("step_before", -1), *(s.index for s in skipped)]
+    keep = ~np.isin(edges.step, left_out) & (ends > starts)
     return Windows(
         edges.rank[keep],
         edges.step[keep],

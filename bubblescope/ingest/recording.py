@@ -200,6 +200,8 @@ def has_header(path: str | Path) -> bool:
 
 
 def _start(path: Path) -> bytes:
+    if path.is_fifo():
+        return b""
     with path.open("rb") as file:
         return file.read(200)
 
@@ -280,6 +282,8 @@ def _rank_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _read_file(path: str) -> _Parsed:
+    if Path(path).is_fifo():  # who reads one waits for whoever writes to it
+        raise InputError("it is a pipe, not a file", hint="save what comes out of it as a file", where=path)
     try:
         data = Path(path).read_bytes()
     except OSError as error:

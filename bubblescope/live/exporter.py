@@ -1,7 +1,7 @@
 """Prometheus metrics of a `Snapshot`: over HTTP, and as a text file for node_exporter.
 
 Labels are rank, stage, cause and what belongs to a rank: their number is that of the job's GPUs, whatever it does.
-Counters only grow while a watcher lives; what they hold, and how signed causes enter them, is in docs/monitoring.md.
+Counters only grow while a run is watched; what they hold, and how signed causes enter them, is in docs/monitoring.md.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ _decoder = msgspec.json.Decoder(Header | Layout | _Step | End)
 class RankFile:
     """One file so far. head: header and layout lines. steps: (step, line) of whole training steps, ascending.
 
-    heard: when it last grew, Unix seconds. first_step: of all that were read, None before any. skipped_bytes: of
-    history that was not read. bad_lines: lines that are no line of a recording.
+    heard: when it last grew, Unix seconds. first_step: of all that were read, None before any. offset: where the next
+    line begins. searched: up to where its end was looked for. skipped_bytes: of history that was not read.
+    bad_lines: lines that are no line of a recording.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class RankFile:
     last_step: int = -1
     held: int = 0
     offset: int = 0
+    searched: int = 0
     size: int = 0
     chunk: int = field(default_factory=lambda: LEAST_CHUNK)
     start: bytes = b""
@@ -91,8 +93,13 @@ class RankFile:
 
     @property
     def behind(self) -> int:
-        """Bytes that are in the file and were not read yet."""
-        return max(0, self.size - self.offset)
+        """Bytes that are in the file and were not read yet; none of a last line that is not finished."""
+        return self.size - self.offset if self.searched < self.size else 0
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes of a last line without its end: cut off, or being written just now."""
+        return 0 if self.behind else self.size - self.offset
 
     def forget(self, before_step: int) -> None:
         """Drop the lines of steps before this one."""
@@ -159,6 +166,11 @@ class Follower:
         self._most_history = most_history
         self._begun = False
 
+    def begin_anew(self) -> None:
+        """Forget what was read: the next poll reads every file from its beginning, as the first one did."""
+        self.files.clear()
+        self._begun = False
+
     def poll(self) -> bool:
         """Read what is new, as far as memory allows; whether anything changed."""
         found = self._paths()
@@ -206,7 +218,8 @@ class Follower:
             return [self.path]
         for folder in (self.path, self.path / "recording"):
             try:
-                found = sorted(p for p in folder.iterdir() if recording.is_rank_file(p))
+                # A pipe of that name would be waited for.
+                found = sorted(p for p in folder.iterdir() if recording.is_rank_file(p) and p.is_file())
             except OSError:
                 continue  # not there yet, or gone for a moment on a network file system
             if found:
@@ -266,6 +279,7 @@ def _read_on(stream: Any, file: RankFile, room: int) -> None:
     """Take the next whole lines, at most about `room` bytes, at least one line however long."""
     stream.seek(file.offset)
     data = stream.read(min(file.behind, max(room, file.chunk)))
+    file.searched = file.offset + len(data)
     cut = data.rfind(b"\n")
     if cut < 0:
         if len(data) >= file.chunk:

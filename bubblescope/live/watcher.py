@@ -11,7 +11,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bubblescope.align import prepare
@@ -101,9 +101,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Steps first..last are analysed, those that are new up to `count_to` are added to the sums. history: there is
-    more to count after it, so what it shows is only for the time being."""
+    """Steps first..last are analysed, those that are new up to `count_to` are added to the sums. before: the step that
+    is read with them because the first of them may begin where it ends. history: there is more to count after it, so
+    what it shows is only for the time being."""
 
+    before: int | None
     first: int
     last: int
     count_to: int
@@ -121,14 +123,20 @@ class Watcher:
         self._now = now
         self._current: dict[int, RankFile] = {}
         self._left: list[RankFile] = []
+        self._restarts = 0
+        self._errors = 0
+        self._pass_seconds = 0.0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Know of a run what a watcher knows that is started now: nothing."""
+        self.follower.begin_anew()
+        self._clocks: dict[int, tuple[int, int]] = {}
         self._seen_since: float | None = None
         self._counted = -1
         self._shown = -1
         self._report: Report | None = None
         self._totals = Totals()
-        self._restarts = 0
-        self._errors = 0
-        self._pass_seconds = 0.0
 
     def refresh(self) -> bool:
         """One poll, at most one pass, one snapshot. Whether there is more to do at once."""
@@ -144,12 +152,14 @@ class Watcher:
 
     def _choose_files(self) -> None:
         chosen, left = newest_job(self.follower.files.values())
-        if any(_other_run(old, chosen.get(rank)) for rank, old in self._current.items()):
-            while (todo := self._next_pass(final=True)) is not None:
-                self._run(todo)
-            self._counted = self._shown = -1
-            self._seen_since = None
+        clocks = _clocks(chosen)
+        if _other_run(self._clocks, clocks):
             self._restarts += 1
+            self._begin_anew()
+            self.follower.poll()
+            chosen, left = newest_job(self.follower.files.values())
+            clocks = _clocks(chosen)
+        self._clocks |= clocks
         for file in left:
             file.forget(file.last_step + 1)
         self._current, self._left = chosen, left
@@ -164,12 +174,13 @@ class Watcher:
         new = [step for step in countable if step > self._counted]
         if not new and (not steps or steps[-1] == self._shown):
             return None
-        if len(new) > self.options.steps:
+        at = max(0, len(steps) - self.options.steps)
+        if new and steps.index(new[0]) < at:
             at = steps.index(new[0])
             end = min(at + BATCH, len(countable))
-            return _Pass(steps[max(0, at - 1)], steps[min(end, len(steps) - 1)], countable[end - 1], history=True)
-        # One step more than is asked for, so that the first of them has its beginning.
-        return _Pass(steps[-self.options.steps - 1 :][0], steps[-1], new[-1] if new else self._counted)
+            last = steps[min(end, len(steps) - 1)]
+            return _Pass(_before(steps, at), steps[at], last, countable[end - 1], history=True)
+        return _Pass(_before(steps, at), steps[at], steps[-1], new[-1] if new else self._counted)
 
     def _ready(self, *, final: bool) -> int:
         """The last step that every rank has which is still expected to have it."""
@@ -226,8 +237,11 @@ class Watcher:
         self._pass_seconds = time.perf_counter() - began
 
     def _analyse(self, todo: _Pass) -> Report:
-        contents = {file.path: file.text(todo.first, todo.last) for file in self._current.values()}
-        return build(prepare(recording.parse(contents)), self.options.report)
+        first = todo.first if todo.before is None else todo.before
+        run = recording.parse({file.path: file.text(first, todo.last) for file in self._current.values()})
+        if todo.before is not None:
+            run = replace(run, source=replace(run.source, details={**run.source.details, "step_before": todo.before}))
+        return build(prepare(run), self.options.report)
 
     def _oldest_needed(self, file: RankFile) -> int:
         """The last step counted gives the next one its beginning; the page looks back further, where there is room."""
@@ -293,11 +307,15 @@ class Watcher:
             text = f"{len(self._left)} files of earlier runs are in this folder; only the newest run is followed"
             made.append(Notice("several-jobs", text, str(self.follower.path)))
         if self._restarts:
-            text = f"the job started anew {self._restarts} times while it was watched; the sums include all runs"
+            text = f"the job started anew while it was watched ({self._restarts}×); the sums are of its newest run"
             made.append(Notice("job-restarted", text, ""))
         if self._errors:
             text = f"{self._errors} passes failed by a bug of bubblescope and are left out; its log has the traceback"
             made.append(Notice("pass-failed", text, ""))
+        for rank, file in self._current.items():
+            if file.unfinished and self._is_silent(file):
+                text = f"rank {rank}: the file ends in {file.unfinished} bytes of an unfinished line; it is not counted"
+                made.append(Notice("tail-cut", text, str(file.path)))
         every = max((int(f.header.options.get("every") or 1) for f in self._current.values() if f.header), default=1)
         if every > 1:
             text = f"one step in {every} is recorded, so what is counted is about 1/{every} of what was lost"
@@ -305,8 +323,22 @@ class Watcher:
         return tuple(made)
 
 
-def _other_run(old: RankFile, new: RankFile | None) -> bool:
-    """Whether `new` is not the recording that `old` was: its rank started again, or it is gone."""
-    if new is None or new is old:
-        return new is None
-    return old.header is not None and new.header is not None and old.header.clock != new.header.clock
+def _before(steps: list[int], at: int) -> int | None:
+    return steps[at - 1] if at else None
+
+
+def _clocks(files: dict[int, RankFile]) -> dict[int, tuple[int, int]]:
+    """The clock in the header of each rank's file: no two starts of a rank have the same."""
+    return {rank: file.header.clock for rank, file in files.items() if file.header is not None}
+
+
+def _other_run(old: dict[int, tuple[int, int]], new: dict[int, tuple[int, int]]) -> bool:
+    """Whether a rank of `old` started again, or all are others. One whose file is gone for a moment is no new run.
+
+    >>> _other_run({0: (1, 5)}, {1: (1, 6), 0: (1, 5)}), _other_run({0: (1, 5)}, {}), _other_run({}, {0: (1, 5)})
+    (False, False, False)
+    >>> _other_run({0: (1, 5), 1: (1, 6)}, {0: (1, 9)}), _other_run({0: (1, 5)}, {1: (1, 9)})
+    (True, True)
+    """
+    same = old.keys() & new.keys()
+    return any(old[rank] != new[rank] for rank in same) or bool(old and new and not same)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_times_start_at_zero_and_the_origin_is_kept(tmp_path: Path) -> None:
     run = recording.read(two_ranks(tmp_path))
     assert run.spans.start_ns.min() == 0
     assert run.source.details["origin_ns"] == 1_000_000_000_000
+
+
+def test_a_pipe_in_a_recording_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    two_ranks(tmp_path)
+    (tmp_path / "rank-00000.jsonl").unlink()
+    os.mkfifo(tmp_path / "rank-00000.jsonl")
+    assert recording.has_header(tmp_path)
+    run = recording.read(tmp_path)
+    assert [n.where for n in run.notices if "it is a pipe" in n.message] == [str(tmp_path / "rank-00000.jsonl")]
+    assert set(run.spans.rank.tolist()) == {1}
 
 
 @pytest.mark.parametrize("cut", range(1, 280, 31))

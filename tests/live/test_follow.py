@@ -118,6 +118,14 @@ def test_a_folder_that_holds_the_recording_will_do(tmp_path: Path, job: Recorded
     assert _steps(follower, job.file(tmp_path / "recording", 0)) == [0, 1]
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path, job: Recorded) -> None:
+    job.write(tmp_path, range(2), [0])
+    os.mkfifo(job.file(tmp_path, 1))
+    follower = Follower(tmp_path)
+    follower.poll()
+    assert list(follower.files) == [job.file(tmp_path, 0)]
+
+
 def test_what_is_held_stays_within_bounds_however_long_the_file(tmp_path: Path, job: Recorded) -> None:
     lines = b"".join(job.steps[0][1].replace(b'"step":1,', b'"step":%d,' % step) for step in range(1, 400))
     path = job.file(tmp_path, 0)

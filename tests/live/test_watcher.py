@@ -81,7 +81,10 @@ def test_history_gives_the_same_sums_as_having_watched(tmp_path: Path, job: Reco
     job.end(tmp_path)
     found = Watch(tmp_path).look()
     assert _counted(found) == pytest.approx(_analysed(tmp_path), abs=1e-6)
-    assert found.report.data["steps"]["analysed"] == 6  # five, and the one before as their beginning
+    assert found.report.data["steps"]["analysed"] == 5
+    assert found.report.data["steps"]["skipped"] == []
+    last = analyze(load(tmp_path)).steps.tail(5)
+    assert found.report.steps["seconds"].tolist() == pytest.approx(last["seconds"].tolist(), abs=1e-9)
 
 
 def test_batches_of_history_meet_without_gap_or_overlap(
@@ -181,17 +184,59 @@ def test_a_job_of_which_nothing_is_heard_is_silent_not_ended(tmp_path: Path, job
     assert {rank.error for rank in found.ranks} == {"RuntimeError: boom"}
 
 
-def test_a_job_that_starts_anew_adds_to_the_sums(tmp_path: Path, job: Recorded) -> None:
+@pytest.mark.parametrize("suffix", [".99", ""])
+def test_when_a_job_starts_anew_all_watchers_show_its_newest_run(tmp_path: Path, job: Recorded, suffix: str) -> None:
+    watch = Watch(tmp_path)
+    job.write(tmp_path, range(8))
+    assert watch.look().totals.steps == 6
+    again = jobs.steady(job="job-1 RESTART_COUNT=1", clock=[0, 2_000_000_000_000], slow=3.0)
+    for path in [] if suffix else tmp_path.iterdir():
+        path.unlink()  # the second run writes over the first
+    again.write(tmp_path, [0], suffix=suffix)
+    assert watch.look().state == "waiting"
+    again.write(tmp_path, range(1, 5), suffix=suffix)
+    found, new = watch.look(), Watch(tmp_path).look()
+    assert [n.code for n in found.notices if n.code != "file-replaced"][-1] == "job-restarted"
+    assert found.totals.steps == new.totals.steps == 3
+    assert _counted(found) == _counted(new)
+    assert found.report.data["gpus"] == new.report.data["gpus"]
+
+
+def test_a_file_that_is_gone_for_a_moment_is_no_new_run(tmp_path: Path, job: Recorded) -> None:
+    watch, folder = Watch(tmp_path / "run"), tmp_path / "run"
+    job.write(folder, range(6))
+    before = watch.look().totals
+    folder.rename(tmp_path / "away")
+    assert watch.look().totals.steps == before.steps
+    (tmp_path / "away").rename(folder)
+    job.write(folder, range(6, 12))
+    job.end(folder)
+    found = watch.look()
+    assert "job-restarted" not in [n.code for n in found.notices]
+    assert found.totals.steps == 11
+    assert _counted(found) == pytest.approx(_analysed(folder), abs=1e-6)
+
+
+@pytest.mark.parametrize("after_end", [False, True])
+def test_an_unfinished_last_line_is_not_history_to_catch_up_with(
+    tmp_path: Path, job: Recorded, after_end: bool
+) -> None:
     watch = Watch(tmp_path)
     job.write(tmp_path, range(6))
-    first = watch.look().totals
-    again = jobs.steady(job="job-1 RESTART_COUNT=1", clock=[0, 2_000_000_000_000])
-    again.write(tmp_path, range(4), suffix=".99")
-    again_end = watch.look()
-    assert [n.code for n in again_end.notices] == ["several-jobs", "job-restarted"]
-    # All five steps of the first run after warm-up (the last one too), then 1 and 2 of the second.
-    assert first.steps == 4 and again_end.totals.steps == 5 + 2
-    assert all(again_end.totals.gpus[r].idle.sum() > first.gpus[r].idle.sum() for r in range(4))
+    if after_end:
+        job.end(tmp_path)
+    line = job.steps[1][6]
+    with job.file(tmp_path, 1).open("ab") as file:
+        file.write(line[:-20])
+    assert not all(watch.watcher.refresh() for _ in range(20)), "it turns in circles"
+    found = watch.watcher.snapshot
+    assert found.behind == 0
+    assert found.totals.steps == (5 if after_end else 4)
+    assert found.state == ("ended" if after_end else "training")
+    watch.time += 60
+    assert [n.message for n in watch.look().notices] == [
+        f"rank 1: the file ends in {len(line) - 20} bytes of an unfinished line; it is not counted"
+    ]
 
 
 def test_files_that_were_cut_are_not_counted_twice(tmp_path: Path, job: Recorded) -> None:
