@@ -94,7 +94,7 @@ def report_options(command: Command) -> Command:
             metavar="N",
             help="Steps of the whole training; else those analysed.",
         ),
-        click.option("--schedule", metavar="S", help="Overrules the schedule that was recorded or inferred."),
+        click.option("--schedule", metavar="S", help="Overrules the schedule that was seen, in the closed form."),
         click.option("--microbatches", type=click.IntRange(min=1), metavar="M", help="The same for m."),
         click.option("--stages", type=click.IntRange(min=1), metavar="P", help="The same for the stages."),
     ]

@@ -118,9 +118,10 @@ def explore(report: Report, wanted: Wanted) -> dict[str, Any]:
     null). Without trust in the replay there are no changes. Raises UsageError for a memory limit without layers.
     """
     a, data = report.attribution, report.data
+    pipeline = data["pipeline"]
     out: dict[str, Any] = {
         "step_seconds": None,
-        "microbatches": data["pipeline"]["microbatches"],
+        "microbatches": pipeline["overruled"].get("microbatches", pipeline["microbatches"]),
         "replay": data["replay"],
         "verdict": "",
         "layer_times": None,

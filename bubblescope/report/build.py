@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bubblescope.errors import InputError, UsageError
-from bubblescope.model import Notice, Run, checks
+from bubblescope.model import Run, checks
 from bubblescope.replay.attribution import Attribution, attribute
 from bubblescope.replay.schedules import canonical
 from bubblescope.report import document, tables
@@ -39,8 +39,9 @@ def creation_time() -> datetime:
 @dataclass(frozen=True)
 class ReportOptions:
     """price_per_gpu_hour in `currency`, None = hours only. gpus, total_steps: scale the cost to the whole job
-    (default: the world size and the steps seen). schedule, microbatches, stages overrule what the input says; the
-    schedule may be spelt as `canonical` allows. now: the time that the report bears.
+    (default: the world size and the steps seen). schedule, microbatches, stages stand in for what the input does not
+    say, and overrule it in the closed form; the schedule may be spelt as `canonical` allows. now: the time that the
+    report bears.
 
     Raises UsageError for values that make no sense."""
 
@@ -175,7 +176,8 @@ def _view(name: str) -> Any:
 def build(run: Run, options: ReportOptions | None = None) -> Report:
     """Attribute and price a prepared run. Raises InputError when it shows no finished step of any rank."""
     chosen = options or ReportOptions()
-    run = _overruled(run, chosen)
+    if run.layout.stages is None and chosen.stages is not None:
+        run = replace(run, layout=replace(run.layout, stages=chosen.stages))
     attribution = attribute(run)
     if not len(attribution.windows):
         raise InputError(
@@ -184,23 +186,3 @@ def build(run: Run, options: ReportOptions | None = None) -> Report:
             where=", ".join(run.source.files[:3]),
         )
     return Report(document.report_json(attribution, chosen), attribution)
-
-
-def _overruled(run: Run, options: ReportOptions) -> Run:
-    """The run with what the user said about it."""
-    given = {
-        "schedule": options.schedule,
-        "microbatches": options.microbatches,
-        "stages": options.stages,
-    }
-    changes = {k: v for k, v in given.items() if v is not None}
-    if not changes:
-        return run
-    said = [
-        Notice("overruled", f"the input says {name} {old}; {new}, as given, is used for the closed form instead")
-        for name, new in changes.items()
-        if (old := getattr(run.layout, name)) is not None and old != new
-    ]
-    run = run.with_notices(*said)
-    how = {**run.layout.inferred, **dict.fromkeys(changes, "said by the user")}
-    return replace(run, layout=replace(run.layout, **changes, inferred=how))  # type: ignore[arg-type]

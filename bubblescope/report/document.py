@@ -33,7 +33,9 @@ TRUST_GATE = 0.05
 
 def report_json(a: Attribution, options: ReportOptions) -> dict[str, Any]:
     """The whole document, as plain Python values; None where a figure is unavailable (with a warning)."""
-    shape = facts.pipeline_shape(a)
+    shape = facts.pipeline_shape(a).as_given(
+        schedule=options.schedule, microbatches=options.microbatches, stages=options.stages
+    )
     notices = [*a.run.notices, *a.notices, *shape.notices]
     found = savings(a.programs, a.bases) if a.bases is not None else {}
     gpus = _gpus(a)
@@ -43,7 +45,7 @@ def report_json(a: Attribution, options: ReportOptions) -> dict[str, Any]:
     cost = _cost(a, options, gpus, causes)
     notices += replay_notices
     notices += _unavailable(a, bubble, gpus)
-    actions = advice.suggest(a, shape, found, cost, trusted=bool(replay_block["trusted"]))
+    actions = advice.suggest(a, shape.seen(), found, cost, trusted=bool(replay_block["trusted"]))
     notices += actions.notices
     extra, straggler_notices = _straggler(a.run)
     notices += straggler_notices

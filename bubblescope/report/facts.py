@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from bubblescope.replay.schedules import recognise
 class Shape:
     """stages p, chunks v, microbatches m, schedule; None when unknown. orders: what each position of the first
     replica really ran. times: uniform F, I, W in seconds (B = I + W; a B that was never split counts as W = B - I
-    with I = W)."""
+    with I = W). overruled: what the input shows of fields that the user gave otherwise."""
 
     stages: int | None
     chunks: int | None
@@ -32,6 +32,32 @@ class Shape:
     times: tuple[float, float, float] | None = None
     notices: tuple[Notice, ...] = ()
     passes: int = 1
+    overruled: dict[str, str | int] = field(default_factory=dict)
+
+    def as_given(self, **given: str | int | None) -> Shape:
+        """With the user's word for these fields, None = nothing said. What the input shows against it is kept in
+        `overruled`, and noticed."""
+        changes: dict[str, Any] = {name: new for name, new in given.items() if new is not None}
+        overruled = {k: old for k, new in changes.items() if (old := getattr(self, k)) is not None and old != new}
+        said = [
+            Notice(
+                "overruled",
+                f"the input shows {name} {old}; {changes[name]}, as given, contradicts it and is used for the closed "
+                "form only: causes and savings are those of what the input shows",
+            )
+            for name, old in overruled.items()
+        ]
+        return replace(
+            self,
+            **changes,
+            inferred={**self.inferred, **dict.fromkeys(changes, "said by the user")},
+            notices=(*self.notices, *said),
+            overruled=overruled,
+        )
+
+    def seen(self) -> Shape:
+        """As the input shows it, with the user's word only for what it does not show."""
+        return replace(self, **self.overruled)  # type: ignore[arg-type]
 
     def document(self) -> dict[str, Any]:
         return {
@@ -42,6 +68,7 @@ class Shape:
             "data_parallel": self.data_parallel,
             "passes_per_step": self.passes,
             "inferred": dict(sorted(self.inferred.items())),
+            "overruled": dict(sorted(self.overruled.items())),
         }
 
     def theory(self) -> dict[str, Any] | None:

@@ -277,9 +277,15 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f}".rstrip("0").rstrip(".") + "×"
 
 
+def pipeline_seen(data: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline that was analysed, whatever the user said of it for the closed form."""
+    return {**(data.get("pipeline") or {}), **(value(data, "pipeline", "overruled") or {})}
+
+
 def _because_schedule(data: dict[str, Any]) -> str:
-    schedule = fmt.plain(value(data, "pipeline", "schedule") or "the pipeline's schedule")
-    stages, m = value(data, "pipeline", "stages"), value(data, "pipeline", "microbatches")
+    pipeline = pipeline_seen(data)
+    schedule = fmt.plain(pipeline.get("schedule") or "the pipeline's schedule")
+    stages, m = pipeline.get("stages"), pipeline.get("microbatches")
     if stages and m:
         return f"{schedule} with {stages} stages and {m} micro-batches needs that long to fill and drain"
     return f"{schedule} needs that long to fill and drain"

@@ -12,6 +12,7 @@ from bubblescope.replay import whatif
 from bubblescope.replay.schedules import make
 from bubblescope.report import facts, ideas
 from bubblescope.report.build import Report, ReportOptions, build
+from bubblescope.views.summary import first_screen
 from tests.support.synthetic import Job, constant, make_run
 
 MS = 1_000_000
@@ -71,6 +72,30 @@ def test_what_the_user_says_against_the_input_is_noticed() -> None:
     said = [w["message"] for w in data["source"]["warnings"] if w["code"] == "overruled"]
     assert len(said) == 1
     assert "stages 4" in said[0] and "9" in said[0]
+
+
+def test_what_the_user_says_against_the_input_changes_the_closed_form_only() -> None:
+    """The headline's reason, the causes and the savings are those of the run that was seen."""
+    as_seen = report_of(Job(), {3: 1.5})
+    given = {"schedule": "GPipe", "stages": 5, "microbatches": 3}
+    report = report_of(Job(), {3: 1.5}, **given)
+    data = report.data
+    assert {k: data["pipeline"][k] for k in given} == given
+    assert data["pipeline"]["overruled"] == {"microbatches": 8, "schedule": "1F1B", "stages": 4}
+    assert data["bubble"]["theory"]["fraction"] == pytest.approx(4 / 7)
+    for block in ("causes", "advice", "gpus", "replay", "cost"):
+        assert data[block] == as_seen.data[block]
+    assert first_screen(report).sentence == first_screen(as_seen).sentence
+    assert "because 1F1B with 4 stages and 8 micro-batches needs that long" in first_screen(report).sentence
+    said = [w["message"] for w in data["source"]["warnings"] if w["code"] == "overruled"]
+    assert len(said) == 3
+    assert all("contradicts it and is used for the closed form only" in message for message in said)
+
+
+def test_what_the_user_says_as_the_input_shows_it_overrules_nothing() -> None:
+    data = report_of(Job(), {}, schedule="1F1B", stages=4, microbatches=8).data
+    assert data["pipeline"]["overruled"] == {}
+    assert not [w for w in data["source"]["warnings"] if w["code"] == "overruled"]
 
 
 def accumulated(passes: int) -> Run:

@@ -34,7 +34,7 @@ def test_the_gaps_of_the_interleaved_trace_are_the_published_ones() -> None:
     assert [g["idle"] / g["window"] for g in data["gpus"]] == pytest.approx([0.529, 0.549, 0.542, 0.247], abs=6e-4)
     assert data["pipeline"] | {"inferred": 0} == {
         "stages": 4, "chunks_per_gpu": 4, "microbatches": 8, "schedule": "Interleaved1F1B", "data_parallel": 1,
-        "passes_per_step": 1, "inferred": 0,
+        "passes_per_step": 1, "inferred": 0, "overruled": {},
     }  # fmt: skip
     codes = {w["code"] for w in data["source"]["warnings"]}
     assert {"messages-derived", "tail-unmarked"} <= codes

@@ -20,6 +20,7 @@ from bubblescope.views.summary import (
     headline,
     mean_causes,
     mean_gpu,
+    pipeline_seen,
     unavailable,
     value,
 )
@@ -97,7 +98,7 @@ def _title(data: dict[str, Any]) -> str:
 
 def _facts(data: dict[str, Any]) -> list[str]:
     """One line on what was analysed."""
-    pipeline, found = data.get("pipeline") or {}, []
+    pipeline, found = pipeline_seen(data), []
     schedule = pipeline.get("schedule")
     found.append(fmt.plain(schedule) if schedule else "schedule not known")
     for key, word in (("stages", "stages"), ("microbatches", "micro-batches"), ("data_parallel", "replicas")):
