@@ -32,7 +32,9 @@ BLOCKS = 5
 
 
 class DemoFailed(BubblescopeError):
-    """A process of the demo training ended with an error."""
+    """A process of the demo training ended with an error (exit 6)."""
+
+    exit_code = 6
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,10 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, deadline: float) 
     """Until all ended well. Raises DemoFailed at the first that fails, or at the deadline."""
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        failed = [(code, rank) for rank, code in enumerate(codes) if code]
         if failed:
-            said = (scratch / f"output-{failed[0]}").read_text(errors="replace")
-            raise _failure(failed[0], codes[failed[0]], said)
+            code, rank = min(failed)  # a signal (below 0) first: those that lost their peer end with errors of their own
+            raise _failure(rank, code, (scratch / f"output-{rank}").read_text(errors="replace"))
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
@@ -171,15 +173,25 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _failure(rank: int, code: int | None, said: str) -> DemoFailed:
+def _failure(rank: int, code: int, said: str) -> DemoFailed:
     """The last line it wrote; all of it is a note on the error, which --debug shows."""
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
     error = DemoFailed(
-        f"rank {rank} of the demo ended with status {code}: {last.strip()[:300]}",
+        f"rank {rank} of the demo {_ending(code)}: {last.strip()[:300]}",
         hint="--debug shows all it said; `bubblescope doctor` tells what this machine can train with",
     )
+    if code == -signal.SIGKILL:
+        error.hint = "somebody killed it, or the machine ran out of memory (dmesg says so): fewer --stages need less"
     error.add_note(said[-3000:])
     return error
+
+
+def _ending(code: int) -> str:
+    """
+    >>> _ending(1), _ending(-9)
+    ('ended with status 1', 'was ended by signal 9 (Killed)')
+    """
+    return f"ended with status {code}" if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 # ---- one rank; torch is imported here only

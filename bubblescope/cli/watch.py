@@ -136,17 +136,25 @@ def _nothing_to_show(snapshot: Snapshot) -> InputError:
 
 
 def parse_labels(texts: tuple[str, ...]) -> dict[str, str]:
-    """``("run=large",)`` → ``{"run": "large"}``. Raises UsageError for what Prometheus would refuse.
+    """``("run=large",)`` → ``{"run": "large"}``. Raises UsageError for what Prometheus would refuse, a name that a
+    metric has already, and a name given twice.
 
     >>> parse_labels(("run=large", "team=a=b"))
     {'run': 'large', 'team': 'a=b'}
     """
-    made = {}
+    from bubblescope.live.exporter import OWN_LABELS
+
+    made: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         good = name.isascii() and name.isidentifier() and not name.startswith("__")
-        if not equals or not good or name in ("rank", "stage", "cause", "le", "state", "currency"):
+        if not equals or not good:
             raise UsageError(f"'{text}' is not a label", hint="it is NAME=VALUE, for example --label run=large")
+        if name in OWN_LABELS:
+            others = ", ".join(sorted(OWN_LABELS - {name}))
+            raise UsageError(f"the metrics have a label {name} of their own", hint=f"another name; nor any of {others}")
+        if name in made:
+            raise UsageError(f"--label {name} is given twice: {made[name]} and {value}", hint="give each name once")
         made[name] = value
     return made
 

@@ -30,6 +30,11 @@ from bubblescope.replay.causes import CAUSES
 from bubblescope.views.summary import value
 
 RANK = ("rank", "stage")
+RUN = ("schedule", "stages", "microbatches", "data_parallel")
+OWN_LABELS = frozenset(
+    {*RANK, "cause", "le", "state", "currency", "version", "python", *RUN, "path", "framework", "host", "gpu"}
+)
+"""Every label that a metric here has of itself."""
 
 
 class _Family:
@@ -112,7 +117,7 @@ def _about(s: Snapshot, make: _Family) -> Iterator[Metric]:
     yield make.info("bubblescope_build", "The bubblescope that watches.", [own])
     data = s.report.data if s.report is not None else {}
     pipeline = data.get("pipeline") or {}
-    run = {name: str(pipeline.get(name) or "") for name in ("schedule", "stages", "microbatches", "data_parallel")}
+    run = {name: str(pipeline.get(name) or "") for name in RUN}
     run |= {"path": s.path, "framework": str(value(data, "source", "framework") or "")}
     yield make.info("bubblescope_run", "The run that is watched.", [run])
     price = [((s.options.currency,), s.options.price_per_gpu_hour)]

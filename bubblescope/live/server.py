@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -129,10 +130,17 @@ def listen(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise UsageError(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}",
-            hint="another program may have it: choose another port, 0 takes any free one",
+            f"cannot listen on {host}, port {port}: {error.strerror or error}", hint=_what_to_do(host, error)
         ) from error
     return made
+
+
+def _what_to_do(host: str, error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this machine: give one that is, 0.0.0.0 for all of them"
+    if isinstance(error, PermissionError):
+        return "ports below 1024 are the administrator's: choose a higher one, 0 takes any free one"
+    return "another program may have it: choose another port, 0 takes any free one"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -192,6 +193,24 @@ def _wait_until(what: Callable[[], bool]) -> bool:
     while not what() and time.monotonic() < deadline:
         time.sleep(0.05)
     return what()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_worker_that_was_killed_is_named_and_is_no_bug_of_ours(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bubblescope", "demo", "--steps", "100"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert _wait_until(lambda: process.poll() is not None or len(_children(process.pid)) == 4)
+        os.kill(_children(process.pid)[1], signal.SIGKILL)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 6
+    assert "of the demo was ended by signal 9 (Killed)" in said
+    assert "ran out of memory" in said
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -72,6 +72,10 @@ def test_names_and_labels_are_these(tmp_path: Path, job: Recorded) -> None:
     assert {name: {key for row in rows for key, _ in row} for name, rows in found.items()} == LABELS
 
 
+def test_the_labels_that_a_user_cannot_take_are_those_that_metrics_have() -> None:
+    assert set().union(*LABELS.values()) == exporter.OWN_LABELS
+
+
 def test_causes_of_a_rank_sum_to_its_idle_time_and_with_busy_to_its_window(tmp_path: Path, job: Recorded) -> None:
     job.write(tmp_path, range(12))
     job.end(tmp_path)
