@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
+from bubblescope.ingest.steps import MARKS
 from bubblescope.model import Clock, Kind, Lane, Layout, Links, Names, Notice, Run, Source, Spans
 
 Int = NDArray[np.int64]
+_INSIDE = 0.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,9 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     given, (parts, strangers) = parts, _one_job(parts)
     parts, said = _one_per_rank(parts)
     notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *said]
+    seen = [p.rank for p in parts]
+    parts, unmarked = _alike_in_steps(parts)
+    notices.extend(unmarked)
     if not any(p.timing for p in parts):
         raise _nothing_timed(parts)
     names = Names()
@@ -58,7 +63,7 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     columns = spans.columns()
     del spans
     spans = Spans.remade(columns, lambda _, column: column[order])
-    layout = _layout(parts, names)
+    layout = _layout(parts, names, seen)
     notices.extend(_missing(layout))
     spans, agreed = _agree_on_steps(spans, parts)
     timings = {p.timing for p in parts}
@@ -123,6 +128,76 @@ def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
     return [chosen[rank] for rank in sorted(chosen)], notices
 
 
+def _alike_in_steps(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
+    """Parts whose steps have the same numbers: most ranks' are found by the same marks, or without any; the steps of
+    the others, which count from elsewhere, get the numbers of those in whose time they lie. A rank whose steps lie in
+    the time of several, or of none, is left out and named."""
+    ways = Counter(_way(p) for p in parts if p.timing and p.steps_how)
+    if len(ways) <= 1:
+        return parts, []
+    way = max(ways, key=lambda w: (ways[w], w in MARKS))
+    alike = [p for p in parts if p.timing and p.steps_how and _way(p) == way]
+    index, borders = _common_steps([p.spans for p in alike])
+    how = ", ".join(sorted({p.steps_how for p in alike}))
+    out, notices = [], []
+    for part in parts:
+        if not part.timing or not part.steps_how or _way(part) == way:
+            out.append(part)
+            continue
+        known = f"the steps of rank {part.rank} were found another way ({part.steps_how}) than those of others ({how})"
+        step = None if not len(index) else _steps_by_time(part.spans, index, borders)
+        if step is None:
+            message = f"{known} and do not fall into the time of single ones of them; this rank is left out"
+            notices.append(Notice("steps-differ", message, part.path))
+            continue
+        message = f"{known}; each has the number of that one of them in whose time it lies"
+        notices.append(Notice("steps-by-time", message, part.path))
+        out.append(replace(part, spans=_regrouped(part.spans, step), steps_how=f"{part.steps_how} by time"))
+    return out, notices
+
+
+def _way(part: Part) -> str:
+    return part.steps_how if part.steps_how in MARKS else ""
+
+
+def _extents(spans: list[Spans]) -> tuple[Int, Int, Int]:
+    """(step, first begin, last end) of the work of each step, all `spans` together."""
+    rows = [s.take(s.where(lane=Lane.COMPUTE) & (s.step >= 0)) for s in spans]
+    step, start, end = (np.concatenate([getattr(r, name) for r in rows]) for name in ("step", "start_ns", "end_ns"))
+    index, at = np.unique(step, return_inverse=True)
+    first, last = np.full(len(index), np.iinfo(np.int64).max), np.full(len(index), np.iinfo(np.int64).min)
+    np.minimum.at(first, at, start)
+    np.maximum.at(last, at, end)
+    return index.astype(np.int64), first, last
+
+
+def _common_steps(spans: list[Spans]) -> tuple[Int, Int]:
+    """The steps in which these ranks work, and the borders of their time: halfway between one's work and the next's;
+    before the first and after the last, half a step away."""
+    index, first, last = _extents(spans)
+    order = np.argsort(first, kind="stable")
+    index, first, last = index[order], first[order], last[order]
+    half = (last - first) // 2
+    inner = last[:-1] + (first[1:] - last[:-1]) // 2
+    return index, np.concatenate([first[:1] - half[:1], inner, last[-1:] + half[-1:]])
+
+
+def _steps_by_time(spans: Spans, index: Int, borders: Int) -> Int | None:
+    """For each row of one rank its step among those of `_common_steps`, -1 outside them all; None where one of its own
+    steps lies in several, or all lie outside."""
+    own, at = np.unique(spans.step, return_inverse=True)
+    found = np.full(len(own), -1, dtype=np.int64)
+    for step, begin, end in zip(*(column.tolist() for column in _extents([spans])), strict=True):
+        shared = np.minimum(end, borders[1:]) - np.maximum(begin, borders[:-1])
+        best = int(shared.argmax())
+        if shared[best] >= _INSIDE * (end - begin):
+            found[np.searchsorted(own, step)] = index[best]
+        elif shared[best] > 0:
+            return None
+    result: Int = found[at]
+    return result if (found >= 0).any() else None
+
+
 def _nothing_timed(parts: list[Part]) -> InputError:
     ranks = ", ".join(str(p.rank) for p in parts[:8])
     return InputError(
@@ -149,14 +224,15 @@ def _order(spans: Spans, launch: Int) -> tuple[Int, Int]:
     return order, place[launch] if len(launch) else launch
 
 
-def _layout(parts: list[Part], names: Names) -> Layout:
+def _layout(parts: list[Part], names: Names, seen: list[int]) -> Layout:
+    """`seen`: the ranks that have a file, of which some may not be among `parts`."""
     ranks = np.array([p.rank for p in parts], dtype=np.int64)
     unknown = np.full(len(parts), -1, dtype=np.int64)
     host = np.array([names.intern(p.host or f"rank {p.rank} (host unknown)") for p in parts], dtype=np.int64)
     worlds = Counter(p.world_size for p in parts if p.world_size is not None)
     world = max(worlds, key=lambda w: (worlds[w], w)) if worlds else None
-    if world is not None:
-        world = max(world, int(ranks.max()) + 1)
+    if world is not None or len(seen) > len(parts):
+        world = max(world or 0, max(seen) + 1)
     inferred = {}
     hows = sorted({p.rank_how for p in parts if p.rank_how != "distributedInfo"})
     if hows:
@@ -202,21 +278,26 @@ def _agree_on_steps(spans: Spans, parts: list[Part]) -> tuple[Spans, list[Notice
             f"({sorted(set(counts.values()))} times); everything is taken as one step"
         )
         fewest, notices = 1, [Notice("steps-not-found", message)]
-    return _regrouped(spans, {rank: max(1, -(-n // fewest)) for rank, n in counts.items()}), notices
+    step = spans.step.astype(np.int64)
+    for rank, n in counts.items():
+        mine = (spans.rank == rank) & (step >= 0)
+        step[mine] //= max(1, -(-n // fewest))
+    return _regrouped(spans, step), notices
 
 
-def _regrouped(spans: Spans, width: dict[int, int]) -> Spans:
-    """`width[rank]` old steps make a new one. Rows keep their places, so that links keep their meaning: the
-    first step mark of a group grows to its end, the others become plain ranges."""
-    step, end, kind = spans.step.copy(), spans.end_ns.copy(), spans.kind.copy()
-    marks = spans.where(kind=Kind.STEP, lane=Lane.RANGE)
-    for rank, many in width.items():
-        mine = spans.rank == rank
-        step[mine] = np.where(spans.step[mine] >= 0, spans.step[mine] // many, -1)
-        for row in np.flatnonzero(mine & marks & (spans.step % many == 0)).tolist():
-            group = mine & marks & (step == step[row])
-            end[row] = spans.end_ns[group].max()
-        kind[mine & marks & (spans.step % many != 0)] = Kind.OTHER
+def _regrouped(spans: Spans, step: Int) -> Spans:
+    """With these steps. Rows keep their places, so that links keep their meaning: the first mark of those that become
+    one step of a rank grows to its end, the others, and those outside all steps, become plain ranges."""
+    end, kind = spans.end_ns.copy(), spans.kind.copy()
+    marks = np.flatnonzero(spans.where(kind=Kind.STEP, lane=Lane.RANGE))
+    kind[marks[step[marks] < 0]] = Kind.OTHER
+    marks = marks[step[marks] >= 0]
+    marks = marks[np.lexsort((spans.start_ns[marks], step[marks], spans.rank[marks]))]
+    new = (np.diff(step[marks], prepend=-1) != 0) | (np.diff(spans.rank[marks], prepend=-1) != 0)
+    first = np.flatnonzero(new)
+    if len(marks):
+        end[marks[first]] = np.maximum.reduceat(spans.end_ns[marks], first)
+    kind[marks[~new]] = Kind.OTHER
     return spans.with_columns(step=step, end_ns=end, kind=kind)
 
 

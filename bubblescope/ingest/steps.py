@@ -17,6 +17,8 @@ OPTIMIZER_KERNEL = re.compile(
     r"multi_tensor_apply|fused_?adam|adamw?_|_adam|\bsgd|lamb(?!da)|adagrad|FusedOptimizer", re.IGNORECASE
 )
 """Names of optimizer kernels. Half of torch's elementwise kernels have a ``{lambda()#1}`` in theirs."""
+MARKS = ("ProfilerStep", "the user's names")
+"""Of `Steps.how`, those by which a step has the same number on every rank."""
 _LONGEST_PERIOD = 20_000
 _FEW_PLACES = 1 << 10
 _MOST_PLACES = 1 << 15
@@ -26,7 +28,7 @@ _MOST_PLACES = 1 << 15
 class Steps:
     """Windows of one rank, ascending; `on_host`: their limits are host times (launches), else device times.
 
-    how: "ProfilerStep", "optimizer", "optimizer kernels", "period" or "whole trace".
+    how: one of `MARKS`, "optimizer", "optimizer kernels", "period" or "whole trace".
     """
 
     index: Int

@@ -449,6 +449,52 @@ def test_without_profiler_steps_the_optimizer_ends_them(tmp_path: Path) -> None:
     assert sorted(set(run.spans.step[run.spans.lane == Lane.COMPUTE].tolist())) == [0, 1]
 
 
+def unmarked(docs: dict[int, Json], *ranks: int) -> dict[int, Json]:
+    """The documents, without the ProfilerSteps of these ranks."""
+    for rank in ranks:
+        events = docs[rank]["traceEvents"]
+        docs[rank]["traceEvents"] = [e for e in events if not e["name"].startswith("ProfilerStep")]
+    return docs
+
+
+@pytest.mark.parametrize("optimizer_ns", [0, 300_000], ids=["period", "optimizer kernels"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_whose_step_marks_are_lost_takes_the_numbers_of_the_others(
+    tmp_path: Path, rank: int, optimizer_ns: int
+) -> None:
+    truth = simulate(Shape(steps=3, optimizer_ns=optimizer_ns))
+    write_all(tmp_path, unmarked(traces(truth, Style(launches=True)), rank))
+    run = read(tmp_path)
+    s = run.spans
+    for r in range(4):
+        work = s.where(rank=r, lane=Lane.COMPUTE)
+        for step in range(3):
+            ops = [(o.start_ns, o.end_ns) for o in truth.ops if (o.rank, o.step) == (r, step)]
+            mine = work & (s.step == step + 3)
+            assert int((s.end_ns - s.start_ns)[mine].sum()) == sum(end - start for start, end in ops)
+        assert sorted(s.step[s.where(rank=r, kind=Kind.STEP)].tolist()) == [3, 4, 5]
+    (notice,) = (n for n in run.notices if n.code == "steps-by-time")
+    assert notice.message.startswith(f"the steps of rank {rank} were found another way (")
+    assert notice.where.endswith(f"rank{rank}.json")
+
+
+def test_a_rank_without_step_marks_in_another_time_is_left_out_and_the_others_stay(tmp_path: Path) -> None:
+    docs = unmarked(traces(simulate(Shape(steps=3)), Style(launches=True)), 3)
+    for document in docs.values():
+        document.pop("distributedInfo")
+    for event in docs[3]["traceEvents"]:
+        if "ts" in event:
+            event["ts"] += 12_000
+    write_all(tmp_path, docs)
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 2]
+    assert run.layout.missing_ranks == [3]
+    assert run.layout.inferred["steps"] == "ProfilerStep"
+    (notice,) = (n for n in run.notices if n.code == "steps-differ")
+    assert notice.message.endswith("this rank is left out")
+    assert notice.where.endswith("rank3.json")
+
+
 def test_without_steps_and_optimizer_the_period_is_found_and_named(tmp_path: Path) -> None:
     truth = simulate(Shape(microbatches=4, steps=3))
     write_all(tmp_path, traces(truth, Style(profiler_step=False)))
