@@ -156,7 +156,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], scratch: Path, deadline: float) 
         codes = [process.poll() for process in ranks]
         failed = [(code, rank) for rank, code in enumerate(codes) if code]
         if failed:
-            code, rank = min(failed)  # a signal (below 0) first: those that lost their peer end with errors of their own
+            code, rank = min(failed)  # a signal (below 0) first: those that lose their peer fail because of it
             raise _failure(rank, code, (scratch / f"output-{rank}").read_text(errors="replace"))
         if all(code == 0 for code in codes):
             return

@@ -76,6 +76,15 @@ def test_the_labels_that_a_user_cannot_take_are_those_that_metrics_have() -> Non
     assert set().union(*LABELS.values()) == exporter.OWN_LABELS
 
 
+def test_the_reference_names_the_labels_of_every_metric() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    told = {name.strip("| `"): set(labels.split(", ")) - {"–"} for name, _, labels, *_ in rows}
+    histogram = "bubblescope_step_duration_seconds"
+    assert told.pop(histogram) == LABELS[f"{histogram}_bucket"]
+    assert told == {name: labels for name, labels in LABELS.items() if not name.startswith(histogram)}
+
+
 def test_causes_of_a_rank_sum_to_its_idle_time_and_with_busy_to_its_window(tmp_path: Path, job: Recorded) -> None:
     job.write(tmp_path, range(12))
     job.end(tmp_path)
