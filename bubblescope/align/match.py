@@ -152,10 +152,10 @@ def _fits(run: Run, sends: Int, receives: Int) -> bool:
         return False
     if not same_clock(run, sends, receives).all():
         return True
-    return bool(np.all(_arrival(run, receives) >= spans.start_ns[sends]))
+    return bool(np.all(arrival(run, receives) >= spans.start_ns[sends]))
 
 
-def _arrival(run: Run, rows: Int) -> Int:
+def arrival(run: Run, rows: Int) -> Int:
     """End of the kernel, or of the wait of a post."""
     waits = _wait_rows(run, rows)
     result: Int = np.where(waits >= 0, run.spans.end_ns[waits], run.spans.end_ns[rows])
