@@ -437,7 +437,7 @@ def _unavailable(a: Attribution, bubble: dict[str, Any], gpus: list[dict[str, An
             Notice(
                 "fraction-unavailable",
                 f"{why}; so bubble fraction, causes of waiting and savings (and phases, without micro-batches) are not "
-                "known, but busy and idle per GPU are exact all the same",
+                "known; busy and idle per GPU are found without them",
             )
         )
     if any(g["contention"] is None for g in gpus):
