@@ -45,9 +45,9 @@ MOST_FRAMES = 60
 def start() -> Path | None:
     """Have an agent in this process; its socket, or None when this process gets none (the reason is logged).
 
-    Never raises, never waits. Calling it again gives the same socket.
+    Never raises, never waits. Calling it again gives the same socket, and logs the same reason no second time.
     """
-    global _agent
+    global _agent, _told
     with _starting:
         if _agent is not None and _agent.alive():
             return _agent.path
@@ -56,7 +56,9 @@ def start() -> Path | None:
         try:
             _agent = Agent(protocol.directory_for(os.geteuid()))
         except (OSError, ProtocolError) as error:
-            log.warning("bubblescope: nobody can attach to this process: %s", error)
+            if str(error) != _told:
+                _told = str(error)
+                log.warning("bubblescope: nobody can attach to this process: %s", error)
             return None
         rank, _ = numbers_of_launcher()
         if rank is not None:
@@ -205,16 +207,14 @@ class Agent:
             return {"ok": False, "code": "refused", "error": str(error)}
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
-        command = request.get("command")
+        command = protocol.command_of(request)
         if command == "status":
             return self._status()
         if command == "start":
             return self._begin(request)
         if command == "stop":
             return self._end()
-        if command == "snapshot":
-            return {**self._status(), "threads": snapshot()}
-        raise ProtocolError(f"no such command; there are: {', '.join(protocol.COMMANDS)}")
+        return {**self._status(), "threads": snapshot()}
 
     def _status(self) -> dict[str, Any]:
         if self.window is not None:
@@ -222,6 +222,7 @@ class Agent:
         return {
             **identity(),
             "since": self._born,
+            "refuses": self._refusal(),
             "window": None if self.window is None else self.window.describe(),
         }
 
@@ -229,12 +230,16 @@ class Agent:
         from bubblescope.attach.window import Window, limits_of
 
         limits = limits_of(request)
-        if self.window is not None and not self.window.over:
-            raise ProtocolError("somebody is attached already: wait until that has ended")
-        if why := cannot_record():
+        if why := self._refusal():
             raise ProtocolError(why)
         self.window = Window(limits)
         return self._status()
+
+    def _refusal(self) -> str:
+        """Why a `start` would be refused now; "" when it would not."""
+        if self.window is not None and not self.window.over:
+            return "somebody is attached already: wait until that has ended"
+        return cannot_record()
 
     def _end(self) -> dict[str, Any]:
         if self.window is not None:
@@ -382,3 +387,4 @@ def snapshot() -> list[dict[str, Any]]:
 
 _starting = threading.Lock()
 _agent: Agent | None = None
+_told = ""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from bubblescope.attach import protocol
 from bubblescope.attach.protocol import ProtocolError
@@ -20,15 +23,29 @@ class NoAgent(AttachError):
     """That process has no agent, or none that we may trust."""
 
 
+class WindowState(msgspec.Struct, frozen=True):
+    """A window as its agent describes it. steps: recorded so far. pipeline: whether a schedule call, or pipeline work
+    that the script marks, was seen. optimizer_steps: seen since the hooks went in."""
+
+    state: str
+    error: str
+    steps: int
+    pipeline: bool
+    optimizer_steps: int
+    stall_ms: float
+    warnings: list[str]
+
+
 def ask(path: Path, command: str, timeout_s: float = TIMEOUT_SECONDS, **fields: object) -> dict[str, Any]:
     """Send one command and give its answer.
 
-    Raises NoAgent when nobody answers there or it is not who it should be, AttachError when it refuses.
+    Raises NoAgent when nobody answers there in time or it is not who it should be, AttachError when it refuses.
     """
+    ends = time.monotonic() + timeout_s
     try:
         with contextlib.closing(_connect(path, timeout_s)) as connection:
             connection.sendall(protocol.encode({"command": command, **fields}))
-            answer = protocol.decode(_line(connection))
+            answer = _message(_line(connection, ends))
     except (OSError, ProtocolError) as error:
         raise NoAgent(f"no agent answers: {error}", where=str(path)) from error
     if answer.get("ok") is not True:
@@ -41,6 +58,17 @@ def ask(path: Path, command: str, timeout_s: float = TIMEOUT_SECONDS, **fields: 
             where=str(path),
         )
     return answer
+
+
+def ask_window(path: Path, command: str, **fields: Any) -> WindowState:
+    """The same, for what becomes of the window there. Raises AttachError, too, for an answer that does not tell."""
+    answer = ask(path, command, **fields)
+    try:
+        return msgspec.convert(answer.get("window"), WindowState)
+    except msgspec.ValidationError as error:
+        raise AttachError(
+            f"the agent's answer makes no sense: {error}; it said {printable(answer)[:200]}", where=str(path)
+        ) from error
 
 
 def _connect(path: Path, timeout_s: float) -> socket.socket:
@@ -63,9 +91,13 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _line(connection: socket.socket) -> bytes:
+def _line(connection: socket.socket, ends: float) -> bytes:
     received = b""
     while b"\n" not in received:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
         data = connection.recv(65536)
         if not data:
             raise ProtocolError("the answer was cut short")
@@ -73,6 +105,14 @@ def _line(connection: socket.socket) -> bytes:
         if len(received) > protocol.MAX_ANSWER_BYTES:
             raise ProtocolError("the answer is too long")
     return received.partition(b"\n")[0]
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        return protocol.decode(line)
+    except ProtocolError as error:
+        said = printable(line[:80].decode(errors="replace"))
+        raise ProtocolError(f"what came back is {error}: {said}") from None
 
 
 def printable(value: object) -> str:

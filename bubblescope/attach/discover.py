@@ -29,7 +29,8 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_
 class Rank:
     """One training process. rank, world: None when nobody says. agent: its socket, when it has one.
 
-    kineto: it polls for a profiler daemon. job: the same text in ranks of one job.
+    trouble: why the agent that it has cannot be used. kineto: it polls for a profiler daemon. job: the same text in
+    ranks of one job.
     """
 
     pid: int
@@ -39,6 +40,7 @@ class Rank:
     framework: str
     job: str
     agent: Path | None = None
+    trouble: str = ""
     kineto: bool = False
     environ: Mapping[str, str] | None = None
     profiler: bool = False
@@ -88,8 +90,8 @@ def describe(one: Process, agent: Path | None) -> Rank:
         return made
     try:
         said = client.ask(agent, "status", timeout_s=2.0)
-    except AttachError:
-        return made
+    except AttachError as error:
+        return replace(made, trouble=_trouble(one.pid, error))
     return replace(
         made,
         agent=agent,
@@ -98,6 +100,15 @@ def describe(one: Process, agent: Path | None) -> Rank:
         framework=client.printable(said.get("framework") or made.framework)[:40],
         profiler=said.get("profiler") is True,
     )
+
+
+def _trouble(pid: int, error: AttachError) -> str:
+    """Why the agent there gave no answer that can be used; "" for a socket that an earlier process left."""
+    if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
+        return ""
+    if process.stopped(pid):
+        return f"the process is stopped, as by Ctrl-Z or a debugger (kill -CONT {pid} lets it go on)"
+    return f"{error.what} ({error.hint})" if error.hint else error.what
 
 
 def one(pid: int) -> Rank:
@@ -166,10 +177,10 @@ def _folders(rank: Rank) -> set[Path]:
         return set()
 
 
-def host_of(recording: Path) -> str | None:
-    """Host that wrote a rank file; None when its header cannot be read."""
-    header = _header(recording)
-    return None if header is None else str(header.get("host"))
+def writer_of(recording: Path) -> tuple[object, object]:
+    """Host and pid that wrote a rank file; None where its header does not tell."""
+    header = _header(recording) or {}
+    return header.get("host"), header.get("pid")
 
 
 def _recorded_pids(folder: Path) -> set[int]:

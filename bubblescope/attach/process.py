@@ -15,6 +15,7 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _LIBPYTHON = re.compile(r"(?:^|/)(?:lib)?python(3\.\d+)")
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _TAKES_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
+_STOPPED = ("T", "t")
 _SIGTRAP_BIT = 1 << 4
 _CAP_SYS_PTRACE = 1 << 19
 
@@ -69,6 +70,14 @@ def exists(pid: int) -> bool:
     """Whether it lives; a zombie does not."""
     try:
         return not status(pid)["State"].startswith(("Z", "X"))
+    except (OSError, KeyError):
+        return False
+
+
+def stopped(pid: int) -> bool:
+    """Whether it is there and does not run: by a signal, or in a debugger."""
+    try:
+        return status(pid)["State"].startswith(_STOPPED)
     except (OSError, KeyError):
         return False
 
@@ -140,7 +149,7 @@ def _forbidden(pid: int, fields: dict[str, str]) -> str:
 
 
 def _cannot_take_part(pid: int, fields: dict[str, str]) -> str:
-    if fields["State"].startswith(("T", "t")):
+    if fields["State"].startswith(_STOPPED):
         return "it is stopped (as by Ctrl-Z or a debugger)"
     if fields["State"].startswith(("Z", "X")):
         return "it has ended"

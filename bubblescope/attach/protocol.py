@@ -19,10 +19,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_REQUEST_BYTES = 16 * 1024
 MAX_ANSWER_BYTES = 256 * 1024
-COMMANDS = ("status", "start", "stop", "snapshot")
+COMMANDS: dict[str, frozenset[str]] = {
+    # name: fields that a request may have beside `command`
+    "status": frozenset(),
+    "start": frozenset({"out", "steps", "seconds", "lease_s"}),
+    "stop": frozenset(),
+    "snapshot": frozenset(),
+}
 DIRECTORY_VARIABLE = "BUBBLESCOPE_SOCKET_DIR"
 
 
@@ -62,6 +68,21 @@ def decode(line: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ProtocolError("not a JSON object")
     return message
+
+
+def command_of(request: Mapping[str, Any]) -> str:
+    """What is asked for. Raises ProtocolError for an unknown command, and for a field that it does not have.
+
+    >>> command_of({"command": "start", "out": "/r", "steps": 5})
+    'start'
+    """
+    command = request.get("command")
+    if not isinstance(command, str) or command not in COMMANDS:
+        raise ProtocolError(f"no such command; there are: {', '.join(COMMANDS)}")
+    if extra := set(request) - {"command"} - COMMANDS[command]:
+        fields = ", ".join(sorted(COMMANDS[command])) or "no fields"
+        raise ProtocolError(f"unknown field {min(extra)[:40]!r}; a {command} request has {fields}")
+    return command
 
 
 # ---- where they meet

@@ -81,7 +81,7 @@ def attach(plan: Plan, confirm: Confirm, tell: Tell) -> Attached:
 def _check_unused(folder: Path) -> None:
     if any(folder.glob("*.pt.trace.json")):
         raise UsageError("there are traces already", hint="choose another --out", where=str(folder))
-    if any(discover.host_of(path) == socket.gethostname() for path in folder.glob("rank-*.jsonl")):
+    if any(discover.writer_of(path)[0] == socket.gethostname() for path in folder.glob("rank-*.jsonl")):
         raise UsageError("there is a recording of this host already", hint="choose another --out", where=str(folder))
 
 
@@ -108,6 +108,18 @@ def _prepared(folder: Path, owner: int) -> Iterator[None]:
         if not (isinstance(error, EndedEarly) and error.pending):
             _remove_empty(made)
         raise
+
+
+def _discard(folder: Path, ranks: Sequence[Rank]) -> None:
+    """Remove what these ranks wrote: a recording that came to nothing shall not be in the way of the next."""
+    here, pids = socket.gethostname(), {rank.pid for rank in ranks}
+    with suppress(OSError):
+        for path in folder.glob("rank-*.jsonl"):
+            host, pid = discover.writer_of(path)
+            if host == here and pid in pids:
+                path.unlink()
+        if not any(folder.glob("rank-*.jsonl")):
+            (folder / "job.json").unlink(missing_ok=True)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
@@ -158,6 +170,12 @@ def choose(ranks: Sequence[Rank], via: str) -> str:
         )
     has_agent = all(rank.agent is not None for rank in ranks)
     has_kineto = all(rank.kineto for rank in ranks)
+    troubled = [rank for rank in ranks if rank.trouble]
+    if troubled and via != "kineto" and not (via == "auto" and has_kineto):
+        raise AttachError(
+            f"{troubled[0].label} has an agent that cannot be used: {troubled[0].trouble}",
+            hint="open: --via kineto" if has_kineto else "",
+        )
     if via == "auto":
         if has_agent or has_kineto:
             return "agent" if has_agent else "kineto"
@@ -242,10 +260,18 @@ def _enter(rank: Rank, tell: Tell, *, with_gdb: bool) -> Rank:
 def _by_agent(ranks: Sequence[Rank], plan: Plan, folder: Path, via: str, tell: Tell) -> Attached:
     tell(f"recording {counted(len(ranks), 'rank')} into {folder}")
     with ends_early() as early:
-        watches = together.record(ranks, folder, plan.seconds or DEFAULT_SECONDS, plan.steps, early, tell)
-    warnings = [f"{w.rank.label}: {w.ended}" for w in watches if w.ended]
+        try:
+            watches = together.record(ranks, folder, plan.seconds or DEFAULT_SECONDS, plan.steps, early, tell)
+        except together.Refused:
+            _discard(folder, ranks)
+            raise
+    unseen = [f"{w.rank.label}: {w.unseen}" for w in watches if w.unseen]
+    warnings = [f"{w.rank.label}: {w.ended}" for w in watches if w.ended] + unseen
     warnings += sorted({text for w in watches for text in w.warnings})
     try:
+        if unseen and not any(w.pipeline for w in watches):
+            _discard(folder, ranks)
+            raise InputError(f"nothing was recorded: {'; '.join(unseen)}", hint=together.PIPELINES)
         made = _numbered(folder, plan.steps, warnings)
     except InputError as error:
         if early:

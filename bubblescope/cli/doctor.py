@@ -236,8 +236,9 @@ def _ranks(found: Findings) -> None:
     for rank in discover.ranks():
         name = f"process {rank.pid}"
         value = f"rank {'?' if rank.rank is None else rank.rank} of {rank.world or '?'}"
+        way = rank.trouble or ways[rank.prepared]
         state = "missing" if rank.prepared == "no" else "ok"
-        found.add("attach", name, state, value, f"{rank.framework}; {ways[rank.prepared]}; {rank.job or 'no job name'}")
+        found.add("attach", name, state, value, f"{rank.framework}; {way}; {rank.job or 'no job name'}")
 
 
 def _disk(found: Findings, directory: Path) -> None:

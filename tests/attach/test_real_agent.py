@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -164,6 +165,38 @@ def test_a_job_that_is_killed_while_it_is_recorded_leaves_a_report(tmp_path: Pat
         assert "2 ranks ended while being recorded" in out
         assert "hooks are out" not in out
     assert report(tmp_path / "a")["steps"]["analysed"] >= 5
+
+
+NO_PIPELINE = """
+import time, torch
+from bubblescope.attach import agent
+print(agent.start(), flush=True)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
+
+
+def test_a_job_without_a_pipeline_is_told_so_and_leaves_nothing(tmp_path: Path) -> None:
+    env = {**os.environ, "BUBBLESCOPE_SOCKET_DIR": str(tmp_path / "s"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", NO_PIPELINE], env=env, stdout=subprocess.PIPE) as alone:
+        try:
+            assert alone.stdout is not None
+            assert alone.stdout.readline().strip().endswith(b".sock")
+            done = subprocess.run(
+                [sys.executable, "-m", "bubblescope", "attach", str(alone.pid), "--duration", "1", "--out", "a"],
+                env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100,
+            )  # fmt: skip
+        finally:
+            alone.kill()
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"no pipeline schedule ran in \d+ optimizer steps", done.stderr)
+    assert "bubblescope.span" in done.stderr
+    assert not (tmp_path / "a").exists()
 
 
 WORKERS = """

@@ -74,6 +74,16 @@ def test_the_line_that_doctor_prints_prepares_jobs_that_know_nothing_of_bubblesc
     assert started(elsewhere, TRAIN, command=f"sh {train}", PYTHONPATH=str(elsewhere / "lib")) == "agent"
 
 
+def test_a_job_that_can_have_no_agent_is_told_so_once(elsewhere: Path) -> None:
+    (elsewhere / "s").symlink_to(elsewhere)
+    train = elsewhere / "job.sh"
+    train.write_text(f'{launcher.standby_line()}\n"$PYTHON" "$1"\n')
+    lines = (TRAIN, "import bubblescope", "from bubblescope.attach import agent; agent.start()")
+    said = started(elsewhere, *lines, command=f"sh {train}")
+    assert said.startswith("none")
+    assert said.count("nobody can attach to this process") == 1
+
+
 def test_a_shell_that_stands_by_is_told_from_one_that_only_says_so() -> None:
     line = f'{launcher.standby_line()}\nprintf %s "$BUBBLESCOPE $PYTHONPATH"'
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True, env={"PYTHONPATH": "/mine"})
