@@ -256,5 +256,9 @@ def ratios(report: ReportLike) -> Table:
     caption = "Four ratios that people all call “bubble”, and the idle share of the GPUs."
     source = value(report.data, "bubble", "theory", "source")
     if source:
-        caption += f" Closed form: equal stages with the measured mean times, {fmt.plain(source)}."
+        schedule, p, m = (value(report.data, "pipeline", name) for name in ("schedule", "stages", "microbatches"))
+        caption += (
+            f" Closed form: {fmt.plain(schedule)} with {p} equal stages and {m} micro-batches of the measured mean "
+            f"times, {fmt.plain(source)}."
+        )
     return Table(caption, ("Name", "Formula", "What it is", "measured", "closed form"), tuple(rows), 3)
