@@ -97,7 +97,7 @@ def find_windows(run: Run) -> Windows:
     if edges is None:
         return _empty()
     edges = _drop_unfinished(edges)
-    skipped = _skipped(run, np.unique(edges.step))
+    skipped, all_warm = _skipped(run, np.unique(edges.step))
     starts, ends, closes, bases, first = _place(edges, run.clock_part(edges.rank))
     left_out = [run.source.details.get("step_before", -1), *(s.index for s in skipped)]
     keep = ~np.isin(edges.step, left_out) & (ends > starts)
@@ -110,7 +110,7 @@ def find_windows(run: Run) -> Windows:
         bases[keep],
         first[keep],
         skipped,
-        (*_edge_notices(edges), *_holes(run, edges)),
+        (*all_warm, *_edge_notices(edges), *_holes(run, edges)),
     )
 
 
@@ -184,13 +184,17 @@ def _drop_unfinished(e: _Edges) -> _Edges:
     )
 
 
-def _skipped(run: Run, steps: Int) -> tuple[Skipped, ...]:
-    """Warm-up steps named by the recorder, as long as something else remains to analyse."""
+def _skipped(run: Run, steps: Int) -> tuple[tuple[Skipped, ...], tuple[Notice, ...]]:
+    """Warm-up steps named by the recorder, as long as something else remains to analyse; else what to say of it."""
     warm = {int(s) for s in run.source.details.get("warmup_steps", ())} & {int(s) for s in steps}
-    if len(warm) >= len(steps):
-        return ()
+    if warm and len(warm) >= len(steps):
+        message = (
+            f"every recorded step ({len(steps)} in all) is marked as warm-up; they are analysed nevertheless, with "
+            "what only first steps do: creating communicators, inferring shapes, autotuning"
+        )
+        return (), (Notice("warmup-only", message),)
     why = "warm-up: communicators, metadata inference and autotuning happen here"
-    return tuple(Skipped(s, why) for s in sorted(warm))
+    return tuple(Skipped(s, why) for s in sorted(warm)), ()
 
 
 def _place(e: _Edges, clock: Int) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
@@ -250,7 +254,8 @@ def _edge_notices(e: _Edges) -> tuple[Notice, ...]:
         return (
             Notice(
                 "no-optimizer",
-                "no optimizer step was seen, so step windows end with the last operation of each step",
+                "no optimizer step was seen, so step windows end with the last operation of each step "
+                "(in a loop of your own, mark it with bubblescope.span('optimizer'))",
             ),
         )
     return ()

@@ -3,13 +3,14 @@ directly), 2.14 (a Work may be None), coalesced batches (one Work for several me
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bubblescope.capture.hooks import torch_pipelining
+from bubblescope.capture.hooks import torch_pipelining, torchtitan
 from bubblescope.capture.hooks.torch_pipelining import _hook_messages, _Messages
 from bubblescope.capture.recorder import Recorder
 from bubblescope.model import Lane
@@ -131,3 +132,17 @@ def test_a_stage_that_lacks_methods_is_reported(recorder: Recorder) -> None:
         "get_bwd_recv_ops",
         "get_bwd_send_ops",
     }
+
+
+def test_versions_that_were_not_tried_are_said(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    torch_pipelining.install(recorder)
+    assert recorder.patches.warnings == []
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu150")
+    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
+    monkeypatch.setattr(sys.modules["torchtitan"], "__version__", "1.0.0", raising=False)
+    torch_pipelining.install(recorder)
+    torchtitan.install(recorder)
+    recorder.patches.restore()
+    first, second = recorder.patches.warnings
+    assert "torch 2.99.0+cu150 was not tried" in first and "torchtitan 1.0.0 was not tried" in second

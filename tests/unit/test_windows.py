@@ -59,7 +59,14 @@ def test_warm_up_steps_are_left_out_as_long_as_others_remain() -> None:
     assert w.steps.tolist() == [1]
     assert [s.index for s in w.skipped] == [0]
     assert w.start_ns.tolist() == [100, 100]
-    assert find_windows(run_of(TWO_RANKS, warmup=(0, 1))).steps.tolist() == [0, 1]
+    assert not w.notices
+
+
+def test_steps_that_are_all_warm_up_are_analysed_and_that_is_said() -> None:
+    w = find_windows(run_of(TWO_RANKS, warmup=(0, 1)))
+    assert w.steps.tolist() == [0, 1] and not w.skipped
+    (notice,) = w.notices
+    assert notice.code == "warmup-only" and "(2 in all) is marked as warm-up" in notice.message
 
 
 def test_without_any_optimizer_windows_end_with_the_last_operation_and_say_so() -> None:

@@ -13,7 +13,7 @@ import weakref
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from bubblescope.capture.hooks.shared import TimedWork, timed
+from bubblescope.capture.hooks.shared import TimedWork, check_version, installed_version, timed
 from bubblescope.capture.hooks.torch_common import group_name
 from bubblescope.capture.layers import LayerTimers
 from bubblescope.capture.messages import message_number
@@ -22,6 +22,8 @@ from bubblescope.model.kinds import Kind, Lane
 
 if TYPE_CHECKING:
     from bubblescope.capture.recorder import Recorder
+
+OLDEST, NEWEST = "2.4", "2.14"
 
 SCHEDULES = {
     "ScheduleGPipe": "GPipe",
@@ -52,6 +54,7 @@ def install(recorder: Recorder) -> None:
     except ImportError as error:
         recorder.patches.refuse("torch.distributed.pipelining", f"cannot be imported: {error}")
         return
+    check_version(recorder, "torch", installed_version("torch", "torch"), OLDEST, NEWEST)
     _hook_compute(recorder, stage._PipelineStageBase, schedules._PipelineSchedule)
     messages = _Messages(recorder)
     _hook_messages(recorder, messages, stage._PipelineStageBase, schedules)

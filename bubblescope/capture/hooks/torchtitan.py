@@ -11,6 +11,7 @@ import sys
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from bubblescope.capture.hooks.shared import check_version, installed_version
 from bubblescope.capture.imports import when_imported
 from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
@@ -18,6 +19,7 @@ from bubblescope.model.kinds import Kind, Lane
 if TYPE_CHECKING:
     from bubblescope.capture.recorder import Recorder
 
+OLDEST, NEWEST = "0.2", "0.3"
 
 _TRAINERS = ("torchtitan.trainer", "torchtitan.train")
 """Where `Trainer` is: since 0.3, and before."""
@@ -32,6 +34,7 @@ def knows(thing: Any) -> bool:
 def install(recorder: Recorder) -> None:
     """Hook the trainer's step, wherever this version has its trainer."""
     recorder.framework = "torchtitan"
+    check_version(recorder, "torchtitan", installed_version("torchtitan", "torchtitan"), OLDEST, NEWEST)
     for name in _TRAINERS:
         recorder.patches.on_restore(when_imported(name, functools.partial(_hook_trainer, recorder, name)))
 
