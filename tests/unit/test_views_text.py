@@ -275,13 +275,13 @@ def _with_cause(report: FakeReport, seconds: float) -> dict[str, Any]:
 def test_the_page_goes_by_the_pipeline_that_was_seen_and_names_that_of_the_closed_form(report: FakeReport) -> None:
     seen = report.data["pipeline"]
     overruled = {name: seen[name] for name in ("schedule", "stages")}
-    given = {**seen, "schedule": "GPipe", "stages": 5, "overruled": overruled}
+    given = {**seen, "schedule": "GPipe", "stages": 5, "passes_per_step": 2, "overruled": overruled}
     bubble = report.data["bubble"]
     theory = {**dict.fromkeys([name for name, _, _ in RATIOS], 0.5), "source": "GPipe, NeurIPS'19"}
     changed = {**report.data, "pipeline": given, "bubble": {**bubble, "theory": theory}}
     page = html.render(replace(report, data=changed))
     assert f"{seen['schedule']} · {seen['stages']} stages" in page
-    assert f"Closed form: GPipe with 5 equal stages and {seen['microbatches']} micro-batches" in page
+    assert f"Closed form: GPipe with 5 equal stages and {seen['microbatches'] // 2} micro-batches" in page
 
 
 def test_perfetto_bubbles_last_as_long_as_the_gaps_and_arrows_come_in_pairs(report: FakeReport) -> None:

@@ -257,8 +257,9 @@ def ratios(report: ReportLike) -> Table:
     source = value(report.data, "bubble", "theory", "source")
     if source:
         schedule, p, m = (value(report.data, "pipeline", name) for name in ("schedule", "stages", "microbatches"))
+        once = int(m) // int(value(report.data, "pipeline", "passes_per_step") or 1)
         caption += (
-            f" Closed form: {fmt.plain(schedule)} with {p} equal stages and {m} micro-batches of the measured mean "
+            f" Closed form: {fmt.plain(schedule)} with {p} equal stages and {once} micro-batches of the measured mean "
             f"times, {fmt.plain(source)}."
         )
     return Table(caption, ("Name", "Formula", "What it is", "measured", "closed form"), tuple(rows), 3)
