@@ -93,7 +93,7 @@ def _refuse_unusable_times(scan: Scan) -> None:
         return
     raise InputError(
         f"{what} cannot be used: {'; '.join(f'{n} have {why}' for why, n in sorted(scan.dropped.items()))}",
-        hint="record or export it again; in a torch.profiler trace times are numbers that count microseconds",
+        hint="record or export it again, as complete events (ph X) whose times are numbers that count microseconds",
         where=scan.path,
     )
 

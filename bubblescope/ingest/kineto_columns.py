@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bubblescope.errors import InputError
 from bubblescope.ingest.arrows import CATEGORIES as ARROWS
 from bubblescope.ingest.events import AUTOGRAD, CATEGORIES, DEVICE, Cat, CommArgs, Events, Int, Scan
-from bubblescope.ingest.kineto_structs import Arrow, ArrowBegin, Complete, Metadata
+from bubblescope.ingest.kineto_structs import Arrow, ArrowBegin, Begin, Complete, Metadata
 from bubblescope.ingest.kineto_values import EXACT_US, INT64, MAX_NS, comm_args, integer, nanoseconds
 from bubblescope.ingest.options import NameRule, ReadOptions
 from bubblescope.ingest.steps import STEP_NAME
@@ -32,6 +32,7 @@ _NARROW = np.iinfo(np.int32)
 _NOT_KEPT = -1
 _NO_TIME = "no usable time"
 _NEGATIVE = "negative duration"
+_PAIR = "begin and end in two events (ph B and E), which are not read"
 _DEVICE_SEEN = (*DEVICE, Cat.RUNTIME)
 # Operators that mean something by their name alone; others only with a sequence number or NCCL metadata.
 _USEFUL = (AUTOGRAD, "nccl:", "gloo:", "c10d::", "record_param_comms", "ProfilerStep")
@@ -155,6 +156,8 @@ class Columns:
             for event in events:
                 if type(event) is Metadata:
                     self.add_metadata(event)
+                elif type(event) is Begin:
+                    self.add_begin(event)
                 elif not self.numbered and isinstance(event, Arrow):
                     self.add_arrow(event, begins=type(event) is ArrowBegin)
         return True
@@ -171,6 +174,8 @@ class Columns:
                     rows.append(row)
             elif event.ph == "M":
                 self.add_metadata(event)
+            elif event.ph == "B":
+                self.add_begin(event)
             elif event.ph in ("s", "f"):
                 self.add_arrow(event, begins=event.ph == "s")
         if rows:
@@ -204,6 +209,12 @@ class Columns:
             pid = self.thread(event.pid)
             text = event.args.name if event.name == "process_name" else event.args.labels
             self.processes[pid] = f"{self.processes.get(pid, '')} {text}".strip()
+
+    def add_begin(self, event: Any) -> None:
+        """The begin of a pair. No profiler of GPUs writes its events so: they are counted, not read."""
+        cat = self._category(event.cat)
+        if cat in DEVICE:
+            self._drop(_PAIR, cat, event)
 
     def add_arrow(self, event: Any, *, begins: bool) -> None:
         """One end of an arrow; those from forward to backward are kept as long as no event has a sequence number."""

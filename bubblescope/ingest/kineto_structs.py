@@ -1,7 +1,7 @@
 """What of a trace event is decoded, as msgspec structs: a strict shape for what torch writes, a lax one for the rest.
 
-The strict shape is a union tagged by ``ph``: of all but complete and metadata events nothing is built. Whatever it
-refuses (another type, a missing time, an unknown phase) is read by the lax one, which takes any value anywhere.
+The strict shape is a union tagged by ``ph``: of phases without a struct below nothing is built. Whatever it refuses
+(another type, a missing time, an unknown phase) is read by the lax one, which takes any value anywhere.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Union
 
 import msgspec
 
-PHASES = "BEbeniItCPNODRcvVSTpFGW(),"
-"""The phases of the Chrome format beside X (complete), M (metadata), s and f (arrows), and those of its older
-versions."""
+PHASES = "EbeniItCPNODRcvVSTpFGW(),"
+"""The phases of the Chrome format beside X (complete), M (metadata), B (begin), s and f (arrows), and those of its
+older versions."""
 
 
 class Args(msgspec.Struct, gc=False):
@@ -111,6 +111,14 @@ class Metadata(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
     args: _LabelArgs | None = None
 
 
+class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
+    """The first event of a pair, of which the other (E) tells the end."""
+
+    cat: Any = None
+    ts: Any = None
+    dur: Any = None
+
+
 class Arrow(msgspec.Struct, gc=False):
     """One end of an arrow between two events."""
 
@@ -134,7 +142,7 @@ def _bare(phases: str) -> tuple[Any, ...]:
 
 
 def _strict(*kinds: Any) -> msgspec.json.Decoder[Any]:
-    union: Any = Union[(Complete, Metadata, *kinds, *_bare(PHASES))]
+    union: Any = Union[(Complete, Metadata, Begin, *kinds, *_bare(PHASES))]
     return msgspec.json.Decoder(list[union])
 
 

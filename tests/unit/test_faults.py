@@ -21,6 +21,7 @@ from bubblescope.align import prepare
 from bubblescope.errors import InputError
 from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.kineto_scan import scan
+from bubblescope.ingest.native import status
 from bubblescope.model import Kind, Lane, Run
 from tests.support.kineto_gen import Json, Shape, Style, Truth, dumps, simulate, traces
 
@@ -455,6 +456,44 @@ def unmarked(docs: dict[int, Json], *ranks: int) -> dict[int, Json]:
         events = docs[rank]["traceEvents"]
         docs[rank]["traceEvents"] = [e for e in events if not e["name"].startswith("ProfilerStep")]
     return docs
+
+
+def as_pairs(document: Json) -> None:
+    """Compute kernels written as a begin and an end each."""
+    for kernel in kernels(document):
+        end = {"ph": "E", "pid": kernel["pid"], "tid": kernel["tid"], "ts": kernel["ts"] + kernel.pop("dur")}
+        kernel["ph"] = "B"
+        document["traceEvents"].append(end)
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_kernels_as_begin_and_end_are_not_read_and_their_rank_is_named(
+    tmp_path: Path, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUBBLESCOPE_NATIVE", native)
+    status.cache_clear()
+    docs = documents()
+    as_pairs(docs[2])
+    write_all(tmp_path, docs)
+    try:
+        run = read(tmp_path)
+    finally:
+        status.cache_clear()
+    assert run.ranks == [0, 1, 3]
+    (notice,) = (n for n in run.notices if n.code == "file-unreadable")
+    count = len(kernels(docs[2]))
+    assert f"{count} have begin and end in two events (ph B and E), which are not read" in notice.message
+    assert notice.where.endswith("rank2.json")
+
+
+def test_where_all_ranks_write_kernels_as_begin_and_end_the_error_says_so(tmp_path: Path) -> None:
+    docs = documents()
+    for document in docs.values():
+        as_pairs(document)
+    write_all(tmp_path, docs)
+    with pytest.raises(InputError, match="ph B and E") as caught:
+        read(tmp_path)
+    assert "complete events (ph X)" in caught.value.hint
 
 
 @pytest.mark.parametrize("optimizer_ns", [0, 300_000], ids=["period", "optimizer kernels"])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bubblescope.ingest import userfolder
 
-ABI = 3
+ABI = 4
 _SOURCE = Path(__file__).with_name("scanner.c")
 _OFF = ("0", "no", "off", "false")
 

@@ -18,7 +18,7 @@
 
 #define MAX_DEPTH 32
 #define MAX_CATEGORIES 64
-#define ABI 3
+#define ABI 4
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -609,8 +609,8 @@ static int scan_array(Scanner *s, Text text, Text end, int bare, const Rows *row
         if (e.ph == 'X') {
             if (e.cat == UNKNOWN) e.cat = bare;
             if (e.cat != NOT_KEPT && !keep(s, &e, text, rows, n)) return 0;
-        } else if (e.ph == 'M' || (e.arrow && (e.ph == 's' || e.ph == 'f'))) {
-            if (!aside(rows, n, e.ph == 'M' ? -1 : -2, from - text, p - text)) return 0;
+        } else if (e.ph == 'M' || (e.arrow && (e.ph == 's' || e.ph == 'f')) || (e.ph == 'B' && e.cat >= 0)) {
+            if (!aside(rows, n, e.ph == 'M' ? -1 : e.ph == 'B' ? -3 : -2, from - text, p - text)) return 0;
         }
         p = skip_space(p, end);
         if (p >= end) return 0;

@@ -19,7 +19,7 @@ from bubblescope.ingest.native import status
 
 _WIDE = ("start_ns", "end_ns", "pid", "tid", "device", "stream", "corr", "sequence")
 _SHORTEST_ROW = 40
-_METADATA, _ARROW = -1, -2
+_METADATA, _ARROW, _BEGIN = -1, -2, -3
 _ENOUGH = 1 << 14
 """Rows that are handed on at once: the work of NumPy on a few hundred costs as much as on these."""
 _DECODE = msgspec.json.Decoder(str).decode
@@ -86,6 +86,8 @@ class Scanner:
                 self._columns.add_metadata(found)
             elif row == _ARROW:
                 self._columns.add_arrow(found, begins=found.ph == "s")
+            elif row == _BEGIN:
+                self._columns.add_begin(found)
             elif found.collective is not None or found.group is not None:
                 comm[row] = self._columns.comm(found)
         if counts.rows >= _ENOUGH:
@@ -117,7 +119,8 @@ class Scanner:
         self._rows.rows = self._rows.asides = rows
 
     def _decoded(self, array: bytes | memoryview) -> list[tuple[int, Any]] | None:
-        """The objects that C leaves to Python: (row, NCCL arguments), metadata events, arrows while these matter."""
+        """The objects that C leaves to Python: (row, NCCL arguments), metadata events, arrows while these matter,
+        begins of pairs."""
         out: list[tuple[int, Any]] = []
         found = self._arrays["aside"][: 3 * self._counts.asides].reshape(-1, 3)
         view = memoryview(array)
