@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,6 +109,29 @@ def mean_by(values: ArrayLike, group: ArrayLike, n_groups: int) -> Float:
     count = np.bincount(label, minlength=n_groups)
     total = np.bincount(label, weights=np.asarray(values, dtype=np.float64), minlength=n_groups)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def count_distinct(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each group, ascending, and how many different values it has.
+
+    >>> [column.tolist() for column in count_distinct(np.array([7, 7, 7, 3]), np.array([1, 1, 2, 1]))]
+    [[3, 7], [1, 2]]
+    """
+    pairs = np.stack([groups, values])
+    # Where neighbours are often equal, most of the sorting is saved.
+    new = np.append(True, (pairs[:, 1:] != pairs[:, :-1]).any(axis=0))[: len(groups)]
+    found, counts = np.unique(np.unique(pairs[:, new], axis=1)[0], return_counts=True)
+    return found, counts
+
+
+def usual(values: NDArray[np.int64]) -> int:
+    """The most frequent value, of equally frequent ones the largest.
+
+    >>> usual(np.array([4, 8, 8, 4, 2]))
+    8
+    """
+    count = Counter(values.tolist())
+    return int(max(count, key=lambda value: (count[value], value)))
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:

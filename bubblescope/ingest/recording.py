@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra import stats
 from bubblescope.errors import InputError
 from bubblescope.ingest import hostclocks, recorded_rows, settled
 from bubblescope.ingest.combined import split_combined
@@ -487,7 +488,11 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
     parts = [_renamed(file, names) for file in files]
     clock, moves = _clock(files)
     parts = [move(part) for part, move in zip(parts, moves, strict=True)]
-    spans, layers = take_layers(settled.find_peers(Spans.concat(parts).sorted()), names)
+    spans = Spans.concat(parts).sorted()
+    if all(file.layout is None for file in files):
+        spans, said = settled.from_zero(spans, files[0].header.world)
+        notices.extend(said)
+    spans, layers = take_layers(settled.find_peers(spans), names)
     origin = int(spans.start_ns.min()) if len(spans) else 0
     spans = _shift(spans, -origin)
     layout = _layout(files, names, spans)
@@ -787,14 +792,15 @@ def _index(ranks: list[int], rank: int) -> int:
 
 
 def _microbatches(spans: Spans) -> int | None:
-    """Micro-batches of most steps (gradient accumulation counts on)."""
+    """Distinct micro-batches of most steps (gradient accumulation counts on)."""
     rows = spans.where(kind=[Kind.FORWARD, *BACKWARD_KINDS]) & (spans.step >= 0) & (spans.microbatch >= 0)
     if not rows.any():
         return None
-    steps, at = np.unique(spans.step[rows], return_inverse=True)
-    most = np.zeros(len(steps), dtype=np.int64)
-    np.maximum.at(most, at, spans.microbatch[rows].astype(np.int64) + 1)
-    return Counter(most.tolist()).most_common(1)[0][0]
+    ranks = int(spans.rank.max()) + 1
+    of_rank = spans.step[rows].astype(np.int64) * ranks + spans.rank[rows]
+    found, counts = stats.count_distinct(of_rank, spans.microbatch[rows].astype(np.int64))
+    first = np.unique(found // ranks, return_index=True)[1]
+    return stats.usual(np.maximum.reduceat(counts, first))
 
 
 # ---- links

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bubblescope.model import Kind, Lane, Names, Spans
+from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Names, Notice, Spans
 
 EVALUATION = "evaluation"
 """Name of the row that covers an evaluation."""
@@ -68,6 +68,47 @@ def join_evaluations(spans: Spans, names: Names) -> Spans:
     rest = spans.with_columns(device=np.where(inside, -1, spans.device)).take(~np.isin(np.arange(len(spans)), covers))
     joined = spans.take(covers[first]).with_columns(end_ns=end)
     return Spans.concat([rest, joined])
+
+
+def from_zero(spans: Spans, world: int | None) -> tuple[Spans, list[Notice]]:
+    """Stages and micro-batches that the training loop numbered itself (`bubblescope.span`), counted from 0, and what is
+    to be said of it. Those that begin at 1 throughout are moved; stages only when every rank of the job was seen, as
+    stage 0 may be one that was not recorded.
+
+    >>> rows = Spans.from_columns(2, kind=Kind.FORWARD, rank=[0, 1], stage=[1, 2], microbatch=1, step=0)
+    >>> made, said = from_zero(rows, 2)
+    >>> made.stage.tolist(), made.microbatch.tolist(), len(said)
+    ([0, 1], [0, 0], 2)
+    >>> from_zero(rows, 3)[0].stage.tolist()
+    [1, 2]
+    """
+    ran = spans.where(kind=PIPELINE_KINDS, lane=Lane.COMPUTE) & (spans.step >= 0)
+    placed, counted = ran & (spans.stage >= 0), ran & (spans.microbatch >= 0)
+    said = []
+    lowest = int(spans.stage[placed].min()) if placed.any() else 0
+    if lowest == 1 and len(np.unique(spans.rank[placed])) == world:
+        spans = spans.with_columns(stage=np.where(spans.stage > 0, spans.stage - 1, spans.stage))
+        said.append(Notice("numbered-from-one", "the job numbers its stages from 1; stage 1 is called stage 0 here"))
+    elif lowest > 0:
+        text = f"the lowest stage that was recorded is {lowest}: bubblescope.span counts stages from 0"
+        said.append(Notice("stages-not-from-zero", text))
+    if not counted.any():
+        return spans, said
+    of_rank = spans.step[counted].astype(np.int64) * (int(spans.rank.max()) + 1) + spans.rank[counted]
+    groups, at = np.unique(of_rank, return_inverse=True)
+    least = np.full(len(groups), np.iinfo(np.int64).max)
+    np.minimum.at(least, at, spans.microbatch[counted])
+    if (least == 1).all():
+        spans = spans.with_columns(microbatch=np.where(spans.microbatch > 0, spans.microbatch - 1, spans.microbatch))
+        text = "the job numbers its micro-batches from 1; micro-batch 1 is called micro-batch 0 here"
+        said.append(Notice("numbered-from-one", text))
+    elif (least > 0).any():
+        text = (
+            f"in {np.sum(least > 0)} of {len(groups)} steps of a rank no micro-batch has number 0: bubblescope.span "
+            "counts them from 0 in every step"
+        )
+        said.append(Notice("microbatches-not-from-zero", text))
+    return spans, said
 
 
 def find_peers(spans: Spans) -> Spans:

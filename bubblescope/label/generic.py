@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bubblescope.algebra import intervals
+from bubblescope.algebra import intervals, stats
 from bubblescope.label import sequence
 from bubblescope.label.borders import Border, Borders
 from bubblescope.label.evidence import (
@@ -459,11 +459,8 @@ def label_microbatch_count(run: Run) -> Run:
     rows = np.isin(spans.kind, (Kind.FORWARD, *BACKWARD_KINDS)) & (spans.microbatch >= 0) & (spans.lane == Lane.COMPUTE)
     if layout.microbatches is not None or not rows.any():
         return run
-    triples = np.stack([spans.rank[rows], spans.step[rows], spans.microbatch[rows]])
-    # Most kernels follow one of their own micro-batch, and rows are costly to sort: of such neighbours one is enough.
-    triples = np.unique(triples[:, np.append(True, (triples[:, 1:] != triples[:, :-1]).any(axis=0))], axis=1)
-    _, counts = np.unique(triples[:2], axis=1, return_counts=True)
-    usual = Counter(counts.tolist())
-    m = max(usual, key=lambda c: (usual[c], c))
+    step = spans.step[rows].astype(np.int64) + 1
+    of_rank = spans.rank[rows] * (step.max() + 1) + step
+    m = stats.usual(stats.count_distinct(of_rank, spans.microbatch[rows].astype(np.int64))[1])
     inferred = {**layout.inferred, "microbatches": "distinct micro-batches of a step"}
-    return replace(run, layout=replace(layout, microbatches=int(m), inferred=inferred))
+    return replace(run, layout=replace(layout, microbatches=m, inferred=inferred))

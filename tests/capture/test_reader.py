@@ -336,6 +336,43 @@ def test_gradient_accumulation_counts_as_one_steps_microbatches(tmp_path: Path) 
     assert recording.read(tmp_path).layout.microbatches == 6
 
 
+def own_loop(folder: Path, stage: int, microbatches: list[list[int]], world: int = 2) -> Path:
+    """Two ranks that mark their operations themselves, the first stage numbered `stage`; one list for each step."""
+    for rank in range(2):
+        lines = [
+            step(number, [
+                {"kind": kind, "stage": stage + rank, "microbatch": m, "start_ns": i * 10, "end_ns": i * 10 + 9}
+                for i, (kind, m) in enumerate((kind, m) for kind in "FB" for m in counted)
+            ])
+            for number, counted in enumerate(microbatches)
+        ]  # fmt: skip
+        write(folder, rank, header(rank, world), *lines, end())
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "first"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_loop_of_ones_own_may_count_from_one(tmp_path: Path, stage: int, first: int) -> None:
+    run = recording.read(own_loop(tmp_path, stage, [[first, first + 1, first + 2]] * 2))
+    assert (run.layout.stages, run.layout.microbatches) == (2, 3)
+    assert np.unique(run.spans.stage).tolist() == [0, 1]
+    assert np.unique(run.spans.microbatch).tolist() == [0, 1, 2]
+    assert codes(run) == ["numbered-from-one"] * (stage + first)
+
+
+def test_numbers_that_begin_elsewhere_stay_as_they_are_and_it_is_said(tmp_path: Path) -> None:
+    """Stage 1 is the first of a job that lacks a rank, and micro-batches count on from step to step."""
+    run = recording.read(own_loop(tmp_path, 1, [[0, 1, 2], [3, 4, 5]], world=3))
+    assert np.unique(run.spans.stage).tolist() == [1, 2]
+    assert run.layout.microbatches == 3
+    assert {"stages-not-from-zero", "microbatches-not-from-zero"} <= set(codes(run))
+
+
+def test_a_step_has_as_many_microbatches_as_it_has_numbers(tmp_path: Path) -> None:
+    rows = [{"microbatch": mb, "start_ns": mb, "end_ns": mb + 1} for mb in (1, 2, 5)]
+    write(tmp_path, 0, header(), layout(microbatches=3), step(0, rows), step(1, rows), end())
+    assert recording.read(tmp_path).layout.microbatches == 3
+
+
 def test_device_times_are_put_on_the_host_clock_with_their_drift(tmp_path: Path) -> None:
     """The device clock is 5 ms off and gains 20 ppm; events start 3 us to 2 ms after the host recorded them."""
     rng = np.random.default_rng(3)
