@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bubblescope.attach import launcher
+from bubblescope.attach import discover, launcher
 from bubblescope.cli import doctor
 from tests.support.cli_runner import Runner
 
@@ -74,6 +74,15 @@ def test_what_makes_the_jobs_of_a_shell_attachable_is_said(
     [item] = found.items
     assert (item.area, item.name, item.state, item.value) == ("attach", "BUBBLESCOPE", state, mode)
     assert said in item.note
+
+
+def test_why_the_agent_of_a_rank_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = discover.Rank(7, 0, 1, 0, "torch", "", trouble="the process is stopped")
+    monkeypatch.setattr(discover, "ranks", lambda: [rank])
+    found = doctor.Findings()
+    doctor._ranks(found)
+    [item] = found.items
+    assert (item.state, item.note) == ("missing", "torch; the process is stopped; no job name")
 
 
 def test_looking_leaves_torch_as_it_was(tmp_path: Path) -> None:
