@@ -31,9 +31,16 @@ def _isal() -> Any:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """`path` (local, or any fsspec URL) for reading. Raises InputError when it cannot be opened."""
+    """`path` (local, or any fsspec URL) for reading. Raises InputError when it cannot be opened, and for a pipe or a
+    device, which may never end."""
     try:
         if "://" not in path:
+            if Path(path).exists() and not Path(path).is_file():
+                raise InputError(
+                    "this is no file but a pipe, a device or a folder",
+                    hint="give a file; write what a pipe carries into one first",
+                    where=path,
+                )
             return Path(path).open("rb")
         fsspec = importlib.import_module("fsspec")
         return cast(BinaryIO, fsspec.open(path, "rb").open())

@@ -74,9 +74,9 @@ def _place(path: str, options: ReadOptions) -> Path | None:
     import hashlib  # brings OpenSSL: four megabytes
 
     try:
+        if Path(path).stat().st_size < SMALLEST:  # a pipe, which waits for its writer, has no size
+            return None
         with Path(path).open("rb") as file:
-            if os.fstat(file.fileno()).st_size < SMALLEST:
-                return None
             content = hashlib.file_digest(file, "sha256").digest()
         folder = userfolder.cache_folder("parts")
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def test_a_file_that_is_no_trace_is_exit_3_and_never_a_traceback(
     assert "x.json" in done.stderr
     assert "\nhint: " in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-cache",), ("--format", "kineto"), ("--format", "nsys")])
+def test_a_pipe_and_a_device_are_refused_and_not_waited_for(
+    arguments: tuple[str, ...], bubblescope: Runner, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "device.json").symlink_to("/dev/zero")
+    for name in ("pipe.json", "device.json"):
+        done = bubblescope("analyze", name, *arguments)
+        assert done.returncode == 3
+        assert name in done.stderr
+        assert "empty" not in done.stderr
 
 
 @pytest.mark.parametrize(("option", "above", "enough"), [("--max-events", 10, 2_000), ("--max-bytes", 9, 1 << 20)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,16 @@ def test_one_file_without_a_rank_among_others_is_left_out_and_named(tmp_path: Pa
     run = read(tmp_path)
     assert run.ranks == [0, 1, 3]
     assert {"rank-unknown", "rank-missing"} <= set(codes(run))
+
+
+def test_a_pipe_beside_the_traces_is_not_waited_for_but_named(tmp_path: Path) -> None:
+    files = write_all(tmp_path, documents())
+    files[2].unlink()
+    os.mkfifo(files[2])
+    run = read(tmp_path, options=ReadOptions(cache=True))
+    assert run.ranks == [0, 1, 3]
+    (notice,) = (n for n in run.notices if n.code == "file-unreadable")
+    assert "pipe" in notice.message
 
 
 def test_a_missing_rank_is_said(tmp_path: Path) -> None:
