@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.align.hosts import apart
 from bubblescope.model import Clock, HostClock, Kind, Lane, Notice, Run
 
 Int = NDArray[np.int64]
@@ -23,6 +24,7 @@ _RESOLUTION_NS = 1_000.0
 _SAME_CLOCK_NS = 10_000.0
 _TOO_WIDE = 0.05
 _FEW = 6
+_INFEASIBLE = "clock-infeasible"
 _HOW = "operations that both sides end together, within the limits of causality"
 
 
@@ -45,7 +47,22 @@ def align(run: Run) -> Run:
         found, said = _solve(problem.of_hosts(hosts))
         parts.extend(replace(part, hosts=hosts[part.hosts]) for part in found)
         notices.extend(said)
+    if any(n.code == _INFEASIBLE for n in notices):
+        again = _rank_by_rank(run)
+        if again is not None:
+            return again
     return _moved(run, problem, parts).with_notices(*notices)
+
+
+def _rank_by_rank(run: Run) -> Run | None:
+    """Aligned with a clock for every rank; None where that is infeasible as well, or no host has several ranks."""
+    names, count = np.unique(run.layout.host, return_counts=True)
+    why = "the messages and collectives of its ranks with other hosts are possible on several clocks only"
+    shared = dict.fromkeys(names[count > 1].tolist(), why)
+    if not shared:
+        return None
+    aligned = align(apart(run, shared))
+    return None if any(n.code == _INFEASIBLE for n in aligned.notices) else aligned
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +88,7 @@ def _solve(problem: _Problem) -> tuple[list[_Part], list[Notice]]:
         text = f"the clocks of {_listed(problem.texts)} are not aligned: messages would arrive before they were sent; "
         zero = np.zeros(1)
         alone = [_Part(np.array([i]), zero, zero, zero, zero) for i in range(len(problem.hosts))]
-        return alone, [Notice("clock-infeasible", text + "their times are not compared")]
+        return alone, [Notice(_INFEASIBLE, text + "their times are not compared")]
     half = (limits + limits.T) / 2
     near = _near(half, _TOO_WIDE * problem.step_ns)
     parts = []
@@ -323,19 +340,15 @@ def _estimate(problem: _Problem, drift: Float, limits: Float) -> Float:
 def _meeting(problem: _Problem, a: int, b: int, drift: Float, guess: float, slack: float) -> float | None:
     """x_a - x_b at which operations end together that surely did: collectives, and messages whose receiver was
     waiting already (a buffered message may end earlier for its sender). None when there are none."""
-    values: list[float] = []
-    for row in problem.pairs:
-        if {int(row[0]), int(row[1])} != {a, b}:
-            continue
-        s, r = int(row[0]), int(row[1])
-        send = row[2:4] * (1 + drift[s])
-        receive = row[4:6] * (1 + drift[r])
-        if send[0] == send[1]:
-            continue  # A mark of where the message was made, derived by a reader: it does not end with the receive.
-        shift = guess if s == a else -guess
-        if receive[0] < send[0] + shift - slack:
-            gap = receive[1] - send[1]
-            values.append(gap if s == a else -gap)
+    pairs = problem.pairs
+    pairs = pairs[((pairs[:, 0] == a) & (pairs[:, 1] == b)) | ((pairs[:, 0] == b) & (pairs[:, 1] == a))]
+    s, r = pairs[:, 0].astype(int), pairs[:, 1].astype(int)
+    send, receive = pairs[:, 2:4] * (1 + drift[s])[:, None], pairs[:, 4:6] * (1 + drift[r])[:, None]
+    waited = receive[:, 0] < send[:, 0] + np.where(s == a, guess, -guess) - slack
+    # A send without length is a mark of where the message was made, derived by a reader: it does not end with the
+    # receive.
+    sure = waited & (send[:, 0] != send[:, 1])
+    values = (np.where(s == a, 1.0, -1.0) * (receive[:, 1] - send[:, 1]))[sure].tolist()
     for group in problem.groups:
         mine, theirs = group[group[:, 0] == a], group[group[:, 0] == b]
         if len(mine) and len(theirs):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bubblescope.algebra.intervals import rows_by
 from bubblescope.align.match import arrival, match
+from bubblescope.errors import InputError
 from bubblescope.model import Layout, Links, Notice, Run
 
 Int = NDArray[np.int64]
@@ -28,7 +29,8 @@ _OTHER_UNIT = 100
 
 def in_one_unit(run: Run) -> Run:
     """Without the ranks whose times are in another unit: their steps, and all they did, are more than 100 times as long
-    or as short as those of most ranks. A pipeline's ranks step together, so no offset mends that.
+    or as short as those of most ranks. A pipeline's ranks step together, so no offset mends that. Raises InputError
+    where half of the ranks or more are such.
 
     Worked example: steps of ranks 0, 1 and 3 last 45.8 ms, of rank 2 45.8 s: it has nanoseconds for microseconds.
     """
@@ -36,10 +38,18 @@ def in_one_unit(run: Run) -> Run:
     if run.clock.aligned or not len(rows):
         return run
     ranks, step_ns, all_ns = _lengths(run, rows)
-    factor = step_ns / np.median(step_ns)
-    out = _far(factor) & _far(all_ns / np.median(all_ns))
-    if not out.any() or 2 * out.sum() >= len(ranks):
+    middle = (len(ranks) - 1) // 2
+    factor = step_ns / np.sort(step_ns)[middle]
+    out = _far(factor) & _far(all_ns / np.sort(all_ns)[middle])
+    if not out.any():
         return run
+    if 2 * out.sum() >= len(ranks):
+        raise InputError(
+            f"the steps of {_ranks(ranks[out].tolist())} last {factor[out].max():.4g} times those of "
+            f"{_ranks(ranks[~out].tolist())}: times are in several units, or damaged, and none is that of most ranks",
+            hint="give the files of one unit only",
+            where=run.source.files[0] if run.source.files else "",
+        )
     notices = [
         Notice(
             "rank-other-unit",
@@ -62,16 +72,20 @@ def matched(run: Run) -> Run:
     if run.clock.aligned or len(np.unique(layout.host)) == len(layout.ranks):
         return found
     impossible = {**_times_apart(found), **_collectives(found), **_messages(found)}
-    if not impossible:
-        return found
+    # What the false clock had a say in is matched anew.
+    return match(apart(run, impossible)) if impossible else found
+
+
+def apart(run: Run, why: dict[int, str]) -> Run:
+    """Every rank of these hosts a host of its own, with a Notice that says `why`."""
+    layout = run.layout
     host, notices = layout.host.copy(), []
-    for name, why in sorted(impossible.items()):
+    for name, reason in sorted(why.items()):
         text, places = run.names[name], np.flatnonzero(layout.host == name)
         host[places] = [run.names.intern(f"{text} (rank {rank})") for rank in layout.ranks[places].tolist()]
-        message = f"the host name {text!r} is no proof of one clock here: {why}; each of its ranks is aligned as a "
+        message = f"the host name {text!r} is no proof of one clock here: {reason}; each of its ranks is aligned as a "
         notices.append(Notice("host-not-believed", message + "host of its own"))
-    # What the false clock had a say in is matched anew.
-    return match(replace(run, layout=replace(layout, host=host))).with_notices(*notices)
+    return replace(run, layout=replace(layout, host=host)).with_notices(*notices)
 
 
 # --- on one clock? By host: what cannot have happened if its ranks share one -----------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bubblescope.align import prepare
+from bubblescope.errors import InputError
 from bubblescope.ingest import read
 from bubblescope.model import Run
 from bubblescope.report.build import build
@@ -57,14 +58,21 @@ def assert_same_causes(found: dict[str, Any], true: dict[str, Any]) -> None:
         assert ours["idle"] == pytest.approx(theirs["idle"], abs=20e-6)
 
 
-@pytest.mark.parametrize("hosts", ["one name", "two names"])
+NAMES: dict[str, Callable[[int], str]] = {
+    "one name": localhost,
+    "two names": lambda rank: "ab"[rank // 2],
+    "two names, neighbours on the other": lambda rank: "ab"[rank % 2],
+}
+
+
+@pytest.mark.parametrize("hosts", sorted(NAMES))
 @pytest.mark.parametrize("clocks", sorted(OFFSETS))
 def test_ranks_of_one_host_name_whose_clocks_differ_are_aligned_by_messages(
     tmp_path: Path, clocks: str, hosts: str
 ) -> None:
     shape = Shape(steps=3)
-    style = Style(host=localhost if hosts == "one name" else lambda rank: "ab"[rank // 2], clock_ns=OFFSETS[clocks])
-    run = prepared(tmp_path / "off", traces(simulate(shape), style))
+    documents = traces(simulate(shape), Style(host=NAMES[hosts], clock_ns=OFFSETS[clocks]))
+    run = prepared(tmp_path / "off", documents)
     data = build(run).data
     assert_same_causes(data, one_clock(tmp_path / "one", shape))
     assert data["clock"]["aligned"]
@@ -156,6 +164,15 @@ def test_a_rank_in_nanoseconds_is_left_out_and_the_others_are_as_without_its_fil
         assert data[part] == true[part], part
     (unavailable,) = notices_of(data, "fraction-unavailable")
     assert "exact" not in unavailable
+
+
+def test_two_units_and_no_most_ranks_are_refused(tmp_path: Path) -> None:
+    documents = traces(simulate(Shape(steps=3, stages=2, scale=(1.0, 1.5))), Style(host=localhost))
+    for event in events(documents[1], lambda e: True):
+        event["ts"], event["dur"] = event["ts"] * 1000, event["dur"] * 1000
+    write(tmp_path, documents)
+    with pytest.raises(InputError, match=r"the steps of rank 1 last .* times those of rank 0"):
+        prepare(read(tmp_path))
 
 
 def test_links_of_the_ranks_that_stay_keep_their_meaning(tmp_path: Path) -> None:
