@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -135,14 +135,22 @@ def recorded_sizes(folder: Path, wait_s: float = 5.0) -> dict[str, int] | None:
     return found[0] if found else None
 
 
-def recorded_ranks(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """How many ranks wrote between two looks: files of an earlier run in the folder do not grow, and a rank that was
-    started again has two.
+def written_files(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Names of the ranks' files that were written between two looks: those of an earlier run do not grow.
 
-    >>> recorded_ranks({"rank-00000.jsonl": 9}, {"rank-00000.jsonl": 9, "rank-00000.71.jsonl": 5})
+    >>> written_files({"rank-00000.jsonl": 9}, {"rank-00000.jsonl": 9, "rank-00000.71.jsonl": 5})
+    ['rank-00000.71.jsonl']
+    """
+    return sorted(name for name, size in after.items() if size > before.get(name, 0))
+
+
+def ranks_of(files: Iterable[str]) -> int:
+    """How many ranks these files are of: one that was started again has two.
+
+    >>> ranks_of(["rank-00000.71.jsonl", "rank-00000.72.jsonl"])
     1
     """
-    return len({name.split(".")[0] for name, size in after.items() if size > before.get(name, 0)})
+    return len({name.split(".")[0] for name in files})
 
 
 def end_like(status: int) -> int:

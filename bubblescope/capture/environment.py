@@ -11,6 +11,7 @@ The variables that `bubblescope run` sets for every process it starts (`Settings
 | `BUBBLESCOPE_EVERY` | record one step in so many; unset = all, or fewer where that is safer |
 | `BUBBLESCOPE_WARMUP` | first steps to flag |
 | `BUBBLESCOPE_RANKS` | `0,4-7`: global ranks to record; unset = all |
+| `BUBBLESCOPE_NOTES` | folder of this host where processes say why nothing was recorded (see `notes`) |
 | `BUBBLESCOPE_OWNER` | `RANK:PID` of the process that is that rank; set by that process for its children |
 
 A launcher's children inherit `RANK`, and so do what they start: DataLoader workers, resource trackers, checkpoint
@@ -29,6 +30,7 @@ from typing import Any
 
 from bubblescope._ranks import numbers_of_launcher
 from bubblescope._version import __version__
+from bubblescope.capture import notes
 from bubblescope.errors import UsageError
 
 _JOB_VARIABLES = (
@@ -46,7 +48,7 @@ FRAMEWORKS = ("auto", "torch", "megatron", "deepspeed")
 _OWNER = "BUBBLESCOPE_OWNER"
 VARIABLES = frozenset(
     {"BUBBLESCOPE", _OWNER, "BUBBLESCOPE_AGENT_OWNER"}
-    | {f"BUBBLESCOPE_{name}" for name in ("OUT", "FRAMEWORK", "STEPS", "EVERY", "WARMUP", "RANKS")}
+    | {f"BUBBLESCOPE_{name}" for name in ("OUT", "FRAMEWORK", "STEPS", "EVERY", "WARMUP", "RANKS", "NOTES")}
 )
 """Set anew for each job; those of a job that this one runs inside of are not its own."""
 
@@ -62,6 +64,7 @@ class Settings:
     every: int | None = None
     warmup: int = 1
     ranks: frozenset[int] | None = None
+    notes: str = ""
 
     def variables(self) -> dict[str, str]:
         """As environment variables.
@@ -81,6 +84,8 @@ class Settings:
             made["BUBBLESCOPE_STEPS"] = str(self.steps)
         if self.ranks is not None:
             made["BUBBLESCOPE_RANKS"] = ",".join(map(str, sorted(self.ranks)))
+        if self.notes:
+            made[notes.VARIABLE] = self.notes
         return made
 
     @classmethod
@@ -99,6 +104,7 @@ class Settings:
             _number("BUBBLESCOPE_EVERY", every) if every else None,
             _number("BUBBLESCOPE_WARMUP", environ.get("BUBBLESCOPE_WARMUP", "1")),
             parse_ranks(ranks) if ranks else None,
+            environ.get(notes.VARIABLE, ""),
         )
 
 
@@ -122,6 +128,11 @@ def parse_ranks(text: str) -> frozenset[int]:
             raise UsageError(f"'{text}' is not a list of ranks", hint="write it like 0,4-7")
         found.update(range(int(low), int(high) + 1))
     return frozenset(found)
+
+
+def world_of_launcher() -> int | None:
+    """How many ranks the launcher says that there are; None when it does not."""
+    return numbers_of_launcher()[1]
 
 
 def rank_of_launcher(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bubblescope.capture import environment, hooks
+from bubblescope.capture import environment, hooks, notes
 from bubblescope.capture.environment import Settings
 from bubblescope.capture.imports import when_imported
 
@@ -16,7 +16,9 @@ def prepare(settings: Settings) -> None:
     rank = environment.rank_of_launcher()
     if environment.owned_by_another(rank):
         return  # a helper of a rank: DataLoader worker, resource tracker
+    notes.leave(notes.LOADED)
     if rank is not None and settings.ranks is not None and rank not in settings.ranks:
+        notes.leave(notes.UNCHOSEN, str(environment.world_of_launcher() or ""))
         return
     for trigger in hooks.triggers(settings.framework):
         when_imported(trigger, partial(begin, settings))
@@ -34,6 +36,7 @@ def begin(settings: Settings) -> None:
     if _begun:
         return
     _begun = True
+    notes.leave(notes.IMPORTED)
     from bubblescope.capture.recorder import Options, Recorder
 
     options = Options(

@@ -20,7 +20,7 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
 
-from bubblescope.capture import environment, hooks, messages
+from bubblescope.capture import environment, hooks, messages, notes
 from bubblescope.capture.hostclocks import HostClocks
 from bubblescope.capture.patching import PatchSet, log
 from bubblescope.capture.steps import MAX_EVENTS, Label, StepBuffer, StepRule, columns
@@ -74,7 +74,7 @@ class Recorder:
         self.options = options or Options()
         self.every = self.options.every or 1
         self.patches = PatchSet()
-        self.writer = RankWriter(self.folder, self.patches.warn)
+        self.writer = RankWriter(self.folder, self._lines_lost)
         self.running = False
         self.framework = ""
         self.recorded_steps = 0
@@ -191,6 +191,10 @@ class Recorder:
             self.patches.warn(
                 "what runs while a CUDA graph is captured is not timed: an event would become part of the graph"
             )
+
+    def _lines_lost(self, message: str) -> None:
+        notes.leave(notes.LOST, message)
+        self.patches.warn(f"{message}; training goes on without it")
 
     def settle(self) -> None:
         """Give the open step's events the labels that hooks left for later."""
@@ -348,9 +352,13 @@ class Recorder:
             return True
         rank, world = environment.rank_and_world()
         if self.options.launched:
-            if environment.owned_by_another(rank) or rank not in (self.options.ranks or (rank,)):
+            unchosen = rank not in (self.options.ranks or (rank,))
+            if unchosen:
+                notes.leave(notes.UNCHOSEN, str(world or ""))
+            if unchosen or environment.owned_by_another(rank):
                 self.abandon()
                 return False
+            notes.leave_rank(rank)
             environment.mark_owner(rank)
             _stop_before_workers_exit(self.stop)
         header = {

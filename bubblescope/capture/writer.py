@@ -100,7 +100,7 @@ class RankWriter:
             self._write(line())
         except OSError as error:
             self.lost_lines += 1
-            self._complain(f"cannot write the recording in {self.folder}: {error}; training goes on without it")
+            self._complain(f"cannot write the recording in {self.folder}: {error}")
         except Exception as error:  # a value that cannot be encoded is our bug, and must not end the thread
             self.lost_lines += 1
             self._complain(f"a line of the recording was lost: {type(error).__name__}: {error}")

@@ -20,7 +20,9 @@ from bubblescope.errors import UsageError
 def test_settings_survive_the_environment() -> None:
     for settings in (
         Settings(),
-        Settings("record", "/runs/x", "megatron", steps=7, every=3, warmup=0, ranks=frozenset({0, 5, 6})),
+        Settings(
+            "record", "/runs/x", "megatron", steps=7, every=3, warmup=0, ranks=frozenset({0, 5, 6}), notes="/tmp/n"
+        ),
         Settings("standby"),
     ):
         assert Settings.read(settings.variables()) == settings

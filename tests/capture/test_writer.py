@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_made_costs_one_warning_and_counts_the_lines(tmp
     for _ in range(4):
         writer.submit(lambda: {"step": 0})
     writer.close()
-    assert len(warnings) == 1 and "training goes on" in warnings[0]
+    assert len(warnings) == 1 and "cannot write the recording" in warnings[0]
     assert writer.lost_lines == 4
 
 

@@ -23,7 +23,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_output_and_exit_status_are_the_commands(tmp_path: Path) -> None:
     done = run("--out", "x", "--", sys.executable, "-c", "print('theirs'); raise SystemExit(7)", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, "theirs\n")
-    assert "nothing was recorded" in done.stderr and "bubblescope.span" in done.stderr
+    assert "nothing was recorded: the command ended with exit status 7, and" in done.stderr
     assert not (tmp_path / "x").exists()
 
 
@@ -118,6 +118,78 @@ def test_a_folder_with_an_earlier_recording_and_nothing_new_is_called_that(tmp_p
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "rank-00000.jsonl").write_text("{}\n")
     assert "nothing was recorded" in run("--out", "x", "--", "true", cwd=tmp_path).stderr
+
+
+def after_notes(cwd: Path, *arguments: str, **left: str) -> str:
+    """What `run` says at the end when the job's processes left these notes, and no recording."""
+    code = "import os, pathlib; notes = pathlib.Path(os.environ['BUBBLESCOPE_NOTES'])"
+    code += "".join(f"; (notes / {name!r}).write_text({text!r})" for name, text in left.items())
+    said = run(*arguments, "--out", "x", "--", sys.executable, "-c", code, cwd=cwd).stderr
+    assert said.startswith("bubblescope: nothing was recorded: ")
+    return said
+
+
+def test_it_is_said_why_nothing_was_recorded(tmp_path: Path) -> None:
+    assert "had the recorder in it (PYTHONPATH and BUBBLESCOPE must reach every rank" in after_notes(tmp_path)
+    assert "no process here imported a pipeline of torch, Megatron-Core or DeepSpeed (mark" in after_notes(
+        tmp_path, loaded=""
+    )
+    other = after_notes(tmp_path, "--framework", "deepspeed", loaded="")
+    assert "imported a pipeline of DeepSpeed; --framework deepspeed leaves out others'" in other
+    ran = after_notes(tmp_path, loaded="", imported="")
+    assert "no process here ran a pipeline" in ran and "bubblescope.span" in ran and "PYTHONPATH" not in ran
+    left = after_notes(tmp_path, "--ranks", "5-7", loaded="", unchosen="2")
+    assert "--ranks names none of the 2 ranks of this job" in left
+    chosen = after_notes(tmp_path, "--ranks", "1", loaded="", imported="", unchosen="2")
+    assert "no process among the ranks that --ranks names ran a pipeline" in chosen
+    full = after_notes(tmp_path, loaded="", imported="", lost="cannot write the recording in x: full")
+    assert full == "bubblescope: nothing was recorded: cannot write the recording in x: full\n"
+
+
+def test_a_run_inside_the_command_is_named(tmp_path: Path) -> None:
+    said = run("--out", "x", "--", *COMMAND, *writing("in side", "rank-00000.jsonl"), cwd=tmp_path).stderr
+    assert said.splitlines()[-1].endswith("another `bubblescope run` inside the command did, into in side")
+    said = run("--out", "x", "--", *COMMAND, "--out", "y", "--", "true", cwd=tmp_path).stderr
+    assert "inside the command" not in said
+
+
+def test_a_process_that_imports_torch_leaves_that_it_was_loaded(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    code = "import torch, os, pathlib; print(os.listdir(os.environ['BUBBLESCOPE_NOTES']))"
+    done = run("--out", "x", "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert done.stdout == "['loaded']\n"
+    ignoring = run("--out", "x", "--", sys.executable, "-E", "-c", code, cwd=tmp_path)
+    assert ignoring.stdout == "[]\n" and "python -E" in ignoring.stderr
+
+
+WRITES = "import pathlib, sys; x = pathlib.Path({!r}); x.mkdir(exist_ok=True); [(x / n).write_text('{{}}') for n in {}]"
+
+
+def writing(folder: str, *names: str) -> list[str]:
+    return ["--out", folder, "--", sys.executable, "-c", WRITES.format(folder, names)]
+
+
+def test_the_printed_command_reaches_this_runs_recording(tmp_path: Path) -> None:
+    first = run(*writing("an ö", "rank-00000.jsonl", "rank-00001.jsonl"), cwd=tmp_path)
+    assert first.stderr == "bubblescope: 2 ranks recorded; see: bubblescope analyze 'an ö'\n"
+    again = run(*writing("an ö", "rank-00000.71.jsonl"), cwd=tmp_path)
+    assert again.stderr.endswith("1 rank recorded; see: bubblescope analyze 'an ö/rank-00000.71.jsonl'\n")
+
+
+def test_behind_a_launcher_each_rank_counts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    note = "import os; pathlib.Path(os.environ['BUBBLESCOPE_NOTES'], 'rank-00001').touch()"
+    *before, code = writing("x", "rank-00000.jsonl", "rank-00001.jsonl")
+    done = run(*before, f"{code}; {note}", cwd=tmp_path)
+    assert done.stderr == "bubblescope: 1 rank recorded; see: bubblescope analyze x\n"
+
+
+def test_a_recording_that_is_not_whole_is_called_that(tmp_path: Path) -> None:
+    note = "import os; pathlib.Path(os.environ['BUBBLESCOPE_NOTES'], 'lost').write_text('the disk is full')"
+    *before, code = writing("x", "rank-00000.jsonl")
+    done = run(*before, f"{code}; {note}", cwd=tmp_path)
+    assert "1 rank recorded, not whole (the disk is full); see: bubblescope analyze x" in done.stderr
 
 
 def test_the_exit_status_is_the_commands_although_our_file_cannot_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""What the processes of a launched job leave for `bubblescope run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bubblescope.capture import launched, notes
+from bubblescope.capture.environment import Settings
+from bubblescope.capture.recorder import Options, Recorder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = tmp_path / "notes"
+    made.mkdir()
+    monkeypatch.setenv(notes.VARIABLE, str(made))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("BUBBLESCOPE_OWNER", "")  # which a recorder sets
+    return made
+
+
+def test_a_rank_that_shall_not_record_says_how_many_there_are(folder: Path, tmp_path: Path) -> None:
+    launched.prepare(Settings("record", str(tmp_path / "out"), ranks=frozenset({5, 6})))
+    assert notes.read(folder) == {notes.LOADED: "", notes.UNCHOSEN: "2"}
+
+
+def test_a_rank_that_learns_its_number_late_says_so_too(folder: Path, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "out", Options(launched=True, ranks=frozenset({5})))
+    assert not recorder._start_writer()
+    assert notes.read(folder) == {notes.UNCHOSEN: "2"}
+
+
+def test_a_recording_that_cannot_be_written_is_left_with_its_rank(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recorder = Recorder(tmp_path / "file" / "out", Options(launched=True))
+    assert recorder._start_writer()
+    recorder.writer.submit(dict)
+    recorder.writer.close()
+    left = notes.read(folder)
+    assert notes.ranks(left) == {"rank-00001"}
+    assert left[notes.LOST].startswith("cannot write the recording in ")
+    assert recorder.patches.warnings == [f"{left[notes.LOST]}; training goes on without it"]
+
+
+def test_a_folder_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "gone"))
+    notes.leave(notes.LOADED)
+    assert notes.read(tmp_path / "gone") == {} and notes.read(None) == {}
