@@ -23,6 +23,7 @@ LABELS: list[Pass] = [
     generic.bridge_host_operators,
     generic.label_chunks,
     generic.label_microbatch_count,
+    structure.forget_open,
     schedule.label,
 ]
 """In this order: the surest evidence first. Each only fills what is still open."""

@@ -18,7 +18,7 @@ _MOST_OTHER = 0.1
 def label(run: Run) -> Run:
     """Fill `Layout.schedule` when the order of operations is that of a known schedule."""
     layout = run.layout
-    if layout.schedule is not None or not layout.stage_rank or layout.microbatches is None:
+    if layout.schedule is not None or not layout.stage_rank or None in (layout.stages, layout.microbatches):
         return run
     name = schedule_of(run)
     if name is None:

@@ -1,11 +1,13 @@
 """Which rank is which stage: from labelled stages, from who sends to whom, or from process-group members.
 
 SendRecv kernels are no proof of a pipeline: messages must form chains (or, with wrap-around, rings) in which
-the first message of a step runs forward.
+the first message of a step runs forward. A chain may go on beyond a rank that has no trace: how far, only the members
+of its communicator or another pipeline of the job can say.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -14,12 +16,15 @@ import numpy as np
 from bubblescope.label.evidence import Int, issue_time
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
 
-_PP_WORDS = ("pp", "pipe", "pipeline")
+_PP_WORDS = {"pp", "pipe", "pipeline"}
+"""In the description of a communicator that is a pipeline's."""
+_OPEN = "stages-open"
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Pipelines found: the ranks of each in stage order. ring: the last rank sends to the first as well."""
+    """Pipelines found: the ranks of each in stage order, -1 for one that is only known to be there. ring: the last rank
+    sends to the first as well."""
 
     members: tuple[tuple[int, ...], ...]
     how: str
@@ -49,7 +54,7 @@ def label(run: Run) -> Run:
         return run
     stages = _labelled_stages(run)
     if stages:
-        return replace(run, layout=_from_stages(run.layout, stages))
+        return replace(run, layout=_counted(run, _from_stages(run.layout, stages)))
     found, notice = find_chains(run)
     run = run.with_notices(*_mute(run), *([notice] if notice is not None else []))
     return run if found is None else replace(run, layout=_from_chains(run.layout, found))
@@ -68,7 +73,13 @@ def _labelled_stages(run: Run) -> dict[int, tuple[int, ...]]:
 def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:
     """Ranks with the same stages are replicas of each other, numbered by ascending rank."""
     sets = sorted(set(stages.values()))
-    position = {held: i for i, held in enumerate(sets)}
+    chunks = Counter(len(held) for held in stages.values()).most_common(1)[0][0]
+    total = max(max(held) for held in sets) + 1
+    p = max(len(sets), -(-total // chunks))
+    # The first stage of a rank is its place, also where other ranks have no trace; not so where chunks lie otherwise.
+    firsts = [held[0] for held in sets]
+    in_turn = len(set(firsts)) == len(sets) and firsts[-1] < p
+    position = dict(zip(sets, firsts if in_turn else range(len(sets)), strict=True))
     seen: Counter[tuple[int, ...]] = Counter()
     pp = np.full(len(layout.ranks), -1, dtype=np.int64)
     replica = pp.copy()
@@ -81,13 +92,11 @@ def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:
         seen[held] += 1
         for stage in held:
             stage_rank[(int(replica[i]), stage)] = rank
-    chunks = Counter(len(held) for held in stages.values()).most_common(1)[0][0]
-    total = max(max(held) for held in sets) + 1
     return replace(
         layout,
         pp=pp,
         replica=replica,
-        stages=max(len(sets), -(-total // chunks)),
+        stages=p,
         chunks=chunks,
         data_parallel=max(seen.values()),
         stage_rank=stage_rank,
@@ -95,8 +104,25 @@ def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:
     )
 
 
+def _counted(run: Run, layout: Layout) -> Layout:
+    """`layout`, made from ranges, with the stages of ranks without a trace, where the messages tell them; no number of
+    stages where the last one that is named talks to a rank without a trace, which may hold another."""
+    if layout.chunks != 1 or not layout.missing_ranks:
+        return layout
+    found, doubt = find_chains(run)
+    if found is not None and doubt is None and not found.ring:
+        chained = _from_chains(run.layout, found)
+        named = layout.pp >= 0
+        if (chained.pp[named] == layout.pp[named]).all() and layout.stage_rank.items() <= chained.stage_rank.items():
+            return replace(chained, inferred=layout.inferred)
+    spans = run.spans
+    last = [rank for (_, stage), rank in layout.stage_rank.items() if stage + 1 == layout.stages]
+    peers = spans.peer[np.isin(spans.rank, last) & np.isin(spans.kind, (Kind.SEND, Kind.RECV))]
+    return replace(layout, stages=None) if np.isin(peers, layout.missing_ranks).any() else layout
+
+
 def _from_chains(layout: Layout, found: Chains) -> Layout:
-    place = {rank: (r, s) for r, chain in enumerate(found.members) for s, rank in enumerate(chain)}
+    place = {rank: (r, s) for r, chain in enumerate(found.members) for s, rank in enumerate(chain) if rank >= 0}
     ranks = layout.ranks.tolist()
     pp = np.array([place.get(rank, (-1, -1))[1] for rank in ranks], dtype=np.int64)
     replica = np.array([place.get(rank, (-1, -1))[0] for rank in ranks], dtype=np.int64)
@@ -107,7 +133,7 @@ def _from_chains(layout: Layout, found: Chains) -> Layout:
         replica=replica,
         stages=max(len(chain) for chain in found.members),
         chunks=None if found.ring else 1,
-        data_parallel=len(found.members),
+        data_parallel=len(found.members) if all(chain and min(chain) >= 0 for chain in found.members) else None,
         stage_rank=stage_rank,
         inferred={**layout.inferred, "stages": found.how},
     )
@@ -187,7 +213,8 @@ def find_chains(run: Run) -> tuple[Chains | None, Notice | None]:
             "successors, or the direction is not clear); stages are not inferred"
         )
         return None, Notice("no-pipeline-found", message)
-    return _walk(run, follows, before), None
+    found = _walk(run, follows, before)
+    return (found, None) if found is None or found.ring else _completed(run, found)
 
 
 def _messages(run: Run) -> Int:
@@ -260,6 +287,101 @@ def _first_to_compute(run: Run, cycle: tuple[int, ...]) -> int:
         busy = rows & (spans.lane == Lane.COMPUTE) & (spans.end_ns <= until)
         amount[rank] = int(spans.duration_ns[busy].sum())
     return max(cycle, key=lambda r: (amount[r], -r))
+
+
+def _completed(run: Run, found: Chains) -> tuple[Chains, Notice | None]:
+    """Chains as long as they are known to be, and a Notice where this is not known of any.
+
+    Example: of ranks 0 to 3 only 3 has a trace, and it talks to 2. Is their communicator [0, 1, 2, 3] a pipeline's, 3
+    is stage 3 of 4; else the chain (2, 3) is all there is, and may go on before 2.
+    """
+    groups = _pipeline_groups(run)
+    chains = list(dict.fromkeys(_within_group(run, chain, groups) for chain in found.members))
+    open_ = _open_ends(run, chains)
+    whole = [c for c in chains if not any(open_[c]) or set(c) in map(set, groups)]
+    if len(whole) == len(chains):
+        return replace(found, members=tuple(chains)), None
+    lengths = {len(chain) for chain in whole}
+    if len(lengths) == 1:
+        (length,) = lengths
+        return replace(found, members=tuple(_of_length(chain, *open_[chain], length) for chain in chains)), None
+    ends = sorted({chain[k] for chain in chains for k in (0, -1) if open_[chain][k]})
+    message = (
+        f"no trace of rank {', '.join(map(str, ends[:8]))} is there, and the pipeline may go on beyond: the number of "
+        "stages is not known, nor the stage of a rank that comes after it"
+    )
+    return replace(found, members=tuple(chains)), Notice(_OPEN, message)
+
+
+def _open_ends(run: Run, chains: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[bool, bool]]:
+    """Of each chain whether it may go on before its first and after its last rank: these have no trace, and there is a
+    rank without one to go on with."""
+    seen = set(run.ranks)
+    placed = {rank for chain in chains for rank in chain}
+    others = run.layout.world_size is None or bool(set(run.layout.missing_ranks) - placed)
+    heads, tails = ({chain for chain in chains if chain[k] not in seen} for k in (0, -1))
+    return {
+        c: (c in heads and (others or bool(tails - {c})), c in tails and (others or bool(heads - {c}))) for c in chains
+    }
+
+
+def _pipeline_groups(run: Run) -> list[tuple[int, ...]]:
+    """Members of the communicators of messages that are a pipeline's: described as one, or of more than two ranks (two
+    may be one for each pair) and not all of the job (the default one is everybody's)."""
+    spans = run.spans
+    described: dict[str, tuple[str, tuple[int, ...]]] = run.source.details.get("groups", {})
+    rows = np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & (spans.group > 0)
+    out = []
+    for group in np.unique(spans.group[rows]).tolist():
+        found = re.fullmatch(r"(.*)\[(\d+(?:,\d+)*)\]", run.names[group])
+        if found is None:
+            continue
+        members = tuple(map(int, found[2].split(",")))
+        words = set(re.split("[^a-z]+", described.get(found[1], ("", ()))[0].lower()))
+        if words & _PP_WORDS or 2 < len(members) < (run.layout.world_size or 0):
+            out.append(members)
+    return out
+
+
+def _within_group(run: Run, chain: tuple[int, ...], groups: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The members of the communicator that `chain` is a part of, in their order or turned round; else `chain`."""
+    seen = set(run.ranks)
+    for group in groups:
+        for whole in (group, group[::-1]):
+            at = whole.index(chain[0]) if chain[0] in whole else len(whole)
+            ends_fit = all(chain[k] not in seen or chain[k] == whole[k] for k in (0, -1))
+            if whole[at : at + len(chain)] == chain and ends_fit:
+                return whole
+    return chain
+
+
+def _of_length(chain: tuple[int, ...], before: bool, after: bool, length: int) -> tuple[int, ...]:
+    """`chain` with unknown ranks at its open end; empty where both ends are open, or it is longer."""
+    more = (-1,) * (length - len(chain))
+    if len(chain) + len(more) != length or (more and before == after):
+        return ()
+    return (*more, *chain) if before else (*chain, *more)
+
+
+def forget_open(run: Run) -> Run:
+    """Stages that were counted from a rank which may not be the first, and the number of stages, where `find_chains`
+    says that chains may go on. To tell forward from backward their order was enough."""
+    if not any(notice.code == _OPEN for notice in run.notices):
+        return run
+    layout, spans = run.layout, run.spans
+    seen = set(run.ranks)
+    begun = {replica for (replica, stage), rank in layout.stage_rank.items() if stage == 0 and rank in seen}
+    known = np.isin(layout.replica, list(begun))
+    layout = replace(
+        layout,
+        pp=np.where(known, layout.pp, -1),
+        stages=None,
+        data_parallel=None,
+        stage_rank={key: rank for key, rank in layout.stage_rank.items() if key[0] in begun},
+        inferred={what: how for what, how in layout.inferred.items() if what != "stages"},
+    )
+    stage = np.where(np.isin(spans.rank, layout.ranks[known]), spans.stage, -1)
+    return replace(run, spans=spans.with_columns(stage=stage), layout=layout)
 
 
 def _chain_by_counts(run: Run, messages: Int) -> Chains | None:

@@ -136,8 +136,9 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
     """The programs, or why there are none."""
     if not is_pipeline(operations.kind).any():
         return [], "no forward and backward operations of micro-batches were found"
-    if (run.layout.stages or 1) < 2 and not len(run.links.p2p):
-        return [], "no pipeline was found: no stages, and no messages between ranks"
+    cut = run.layout.missing_ranks and np.isin(run.spans.kind, (Kind.SEND, Kind.RECV)).any()
+    if (run.layout.stages or 1) < 2 and not len(run.links.p2p) and not cut:
+        return [], "no pipeline was found: no stages, and no message of which both ends were seen"
     if not run.clock.aligned:
         return [], "the clocks of the ranks are not aligned"
     whole = _whole_steps(run, windows)

@@ -105,6 +105,20 @@ def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(
             assert gpu["causes"]["exposed_collective"] == pytest.approx(reduces, abs=1e-6)
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_what_a_rank_alone_cannot_know_is_unavailable(tmp_path: Path, rank: int) -> None:
+    """Of a job of two pipelines, whose messages go through the communicator of all, one rank has a trace."""
+    documents = traces(simulate(Shape()), Style(world=8, members=tuple(range(8))))
+    write(tmp_path, {rank: documents[rank]})
+    data = build(prepare(read(tmp_path))).data
+    assert (data["pipeline"]["stages"], data["pipeline"]["schedule"]) == (None, None)
+    assert "stages" not in data["pipeline"]["inferred"]
+    assert data["gpus"][0]["stage"] == (0 if rank == 0 else None)
+    assert data["gpus"][0]["phases"]["steady"] > 0
+    (why,) = [n["message"] for n in data["notices"] if n["code"] == "fraction-unavailable"]
+    assert why.startswith("no step is there for every rank of a pipeline")
+
+
 @pytest.mark.parametrize("clocks", ["one host", *sorted(CLOCKS)])
 @pytest.mark.parametrize("without", [0, 1, 2, 3])
 def test_messages_between_the_ranks_that_are_there_are_split(tmp_path: Path, without: int, clocks: str) -> None:

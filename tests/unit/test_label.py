@@ -164,6 +164,73 @@ def test_a_missing_rank_leaves_the_others_their_stages(tmp_path: Path) -> None:
     assert run.layout.schedule == "1F1B"
 
 
+def some_ranks(folder: Path, seen: tuple[int, ...], style: Style, replicas: int = 1) -> Run:
+    documents = traces(simulate(Shape(replicas=replicas)), style)
+    write(folder, {rank: documents[rank] for rank in seen})
+    return label(read(folder))
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("ranges", [None, "torch"])
+def test_a_rank_alone_in_the_communicator_of_its_pipeline_has_its_stage(
+    tmp_path: Path, rank: int, ranges: str | None
+) -> None:
+    style = Style(world=8, members=(0, 1, 2, 3), launches=True, ranges=ranges)
+    run = some_ranks(tmp_path, (rank,), style)
+    assert (run.layout.stages, run.layout.pp.tolist()) == (4, [rank])
+    assert set(run.spans.stage[run.spans.lane == Lane.COMPUTE].tolist()) == {rank}
+
+
+@pytest.mark.parametrize(
+    ("seen", "places"),
+    [((0,), [0]), ((1,), [-1]), ((2,), [-1]), ((3,), [-1]), ((1, 2), [-1, -1]), ((0, 1), [0, 1]), ((0, 3), [0, -1])],
+)
+def test_a_pipeline_that_may_go_on_has_no_number_of_stages(
+    tmp_path: Path, seen: tuple[int, ...], places: list[int]
+) -> None:
+    """The communicator of the whole job says nothing. Forward, backward and micro-batch are known all the same."""
+    run = some_ranks(tmp_path, seen, Style(world=8, members=tuple(range(8))))
+    assert (run.layout.stages, run.layout.schedule, run.layout.data_parallel) == (None, None, None)
+    assert run.layout.pp.tolist() == places
+    compute = run.spans.lane == Lane.COMPUTE
+    assert set(run.spans.stage[compute].tolist()) == set(places)
+    assert set(zip(run.spans.kind[compute].tolist(), run.spans.microbatch[compute].tolist(), strict=True)) == {
+        (kind, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(8)
+    }
+    assert "stages-open" in [n.code for n in run.notices]
+
+
+def test_communicators_of_two_ranks_are_no_pipelines(tmp_path: Path) -> None:
+    documents = traces(simulate(Shape()), PLAIN)
+    for event in documents[3]["traceEvents"]:
+        if "Src Rank" in event["args"]:
+            event["args"] |= {"Process Group Ranks": "[2, 3]", "Group size": 2, "Rank": 1}
+    write(tmp_path, {3: documents[3]})
+    run = label(read(tmp_path))
+    assert (run.layout.stages, run.layout.pp.tolist()) == (None, [-1])
+
+
+@pytest.mark.parametrize(
+    ("seen", "places"),
+    [((0, 1, 2, 3, 6, 7), [0, 1, 2, 3, 2, 3]), ((0, 1, 2, 3, 7), [0, 1, 2, 3, 3]), ((0, 1, 2, 3, 5), [0, 1, 2, 3, -1])],
+)
+def test_a_whole_pipeline_tells_the_length_of_the_other(
+    tmp_path: Path, seen: tuple[int, ...], places: list[int]
+) -> None:
+    run = some_ranks(tmp_path, seen, Style(world=8, members=tuple(range(8))), replicas=2)
+    assert (run.layout.stages, run.layout.data_parallel) == (4, None)
+    assert run.layout.pp.tolist() == places
+
+
+@pytest.mark.parametrize(("seen", "stages"), [((0, 1, 2), 4), ((1, 2, 3), 4), ((0, 1), None), ((1, 2), 4), ((2, 3), 4)])
+def test_ranges_that_name_stages_do_not_number_those_of_missing_ranks(
+    tmp_path: Path, seen: tuple[int, ...], stages: int | None
+) -> None:
+    run = some_ranks(tmp_path, seen, Style(launches=True, ranges="runtime"))
+    assert (run.layout.stages, run.layout.pp.tolist()) == (stages, list(seen))
+    assert [run.spans.stage[run.spans.rank == rank].max() for rank in seen] == list(seen)
+
+
 def test_kernels_that_name_no_peer_are_said_and_not_guessed(tmp_path: Path) -> None:
     run = labelled(tmp_path, simulate(Shape()), Style(metadata=False))
     assert run.layout.stages is None
