@@ -34,7 +34,8 @@ class RankWriter:
 
     submit never blocks and never raises. When the disk is full or the folder cannot be written, `warn` is called
     once, lines are dropped and counted, and each later line tries again. A line is one write to a file opened for
-    append; after a write that was cut short the next one starts on a new line, so only the cut line is lost.
+    append; one that was cut short is taken back, which leaves room for shorter ones (the end line, which says what was
+    lost); where that is not possible the next one starts on a new line, so only the cut line is lost.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
@@ -45,6 +46,7 @@ class RankWriter:
         self._header: Line | None = None
         self._rank = 0
         self._fd = -1
+        self._whole_bytes = 0
         self._torn = False
         self._warned = False
         # SimpleQueue is C throughout; a Condition is Python, and the training would run it in each step.
@@ -117,9 +119,16 @@ class RankWriter:
             try:
                 written = os.write(self._fd, data)
             except OSError:
-                self._torn = True
+                self._take_back()
                 raise
             data = data[written:]
+        self._whole_bytes = os.lseek(self._fd, 0, os.SEEK_CUR)
+
+    def _take_back(self) -> None:
+        try:
+            os.ftruncate(self._fd, self._whole_bytes)
+        except OSError:
+            self._torn = True
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,28 @@ def test_a_full_disk_loses_only_what_did_not_fit(tmp_path: Path, monkeypatch: py
     assert writer.lost_lines == 2 and len(warnings) == 1
 
 
+def test_on_a_disk_that_stays_full_the_end_line_still_says_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 200
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        fits = room - os.fstat(fd).st_size
+        if fits <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data[:fits])
+
+    monkeypatch.setattr(module.os, "write", write)
+    writer = started(tmp_path, [])
+    for number in range(4):
+        writer.submit(lambda number=number: {"step": number, "long": "x" * 80})  # type: ignore[misc]
+    writer.submit(lambda: {"kind": "end", "lost_lines": writer.lost_lines})
+    writer.close()
+    kept = lines(tmp_path / "rank-00003.jsonl")
+    assert [line.get("step") for line in kept[:-1]] == [None, 0] and kept[-1] == {"kind": "end", "lost_lines": 3}
+
+
 def test_dev_full_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     writer = RankWriter(tmp_path, warnings.append)
