@@ -386,13 +386,16 @@ class Recorder:
         self.writer.submit(lambda: line)
 
     def _end_line(self) -> dict[str, Any]:
+        """Short, so that a full disk may still take it."""
+        if self.writer.lost_lines:
+            self._told = 0  # among the lost lines may be those that told of a warning
         return {
             "kind": "end",
             "steps": self.recorded_steps,
             "error": self._error,
             "clock": environment.clock_anchor(),
             "lost_lines": self.writer.lost_lines,
-            "hits": {label: hook.hits for label, hook in self.patches.hooks.items()},
+            "hits": {label: hook.hits for label, hook in self.patches.hooks.items() if hook.hits},
             **self._losses(),
         }
 

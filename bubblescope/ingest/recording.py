@@ -549,7 +549,8 @@ def _file_notices(file: _File) -> list[Notice]:
     dropped: Counter[str] = Counter()
     for line in lines:
         dropped.update(line.dropped)
-        made += [Notice("recorder-warning", f"rank {file.rank}: {text}", where) for text in line.warnings]
+    for text in dict.fromkeys(text for line in lines for text in line.warnings):
+        made.append(Notice("recorder-warning", f"rank {file.rank}: {text}", where))
     for reason, count in sorted(dropped.items()):
         made.append(Notice("rows-dropped", f"rank {file.rank}: the recorder lost {count} rows ({reason})", where))
     if file.end is not None and file.end.lost_lines:

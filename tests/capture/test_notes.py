@@ -45,6 +45,15 @@ def test_a_recording_that_cannot_be_written_is_left_with_its_rank(folder: Path, 
     assert recorder.patches.warnings == [f"{left[notes.LOST]}; training goes on without it"]
 
 
+def test_the_end_line_repeats_the_warnings_when_lines_were_lost(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "out")
+    recorder.patches.warn("first")
+    assert recorder._losses()["warnings"] == ["first"]
+    assert "warnings" not in recorder._end_line()
+    recorder.writer.lost_lines = 1
+    assert recorder._end_line()["warnings"] == ["first"]
+
+
 def test_a_folder_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "gone"))
     notes.leave(notes.LOADED)

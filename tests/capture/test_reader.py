@@ -156,6 +156,12 @@ def test_a_partial_step_is_left_out_and_named(tmp_path: Path) -> None:
     assert "RuntimeError" in next(n.message for n in run.notices if n.code == "step-partial")
 
 
+def test_a_warning_that_the_end_line_repeats_is_one_notice(tmp_path: Path) -> None:
+    said = {"warnings": ["cannot write"]}
+    write(tmp_path, 0, header(), layout(), STEP0 | said, end() | said)
+    assert codes(recording.read(tmp_path)) == ["recorder-warning"]
+
+
 def test_of_two_files_of_a_rank_the_newest_is_read(tmp_path: Path) -> None:
     write(tmp_path, 0, header(), layout(), STEP0, end())
     again = text(header(clock=[0, 2_000_000_000_000]), layout(), step(7, [{"end_ns": 4}]), end())
