@@ -18,7 +18,7 @@ from bubblescope.ingest.events import AUTOGRAD, DEVICE, Cat, CommArgs, Events, I
 from bubblescope.ingest.identity import Identity, identify, ranks_in_one_group
 from bubblescope.ingest.options import DEFAULT, NameRule, ReadOptions
 from bubblescope.ingest.part import Part
-from bubblescope.ingest.quarantine import quarantine
+from bubblescope.ingest.quarantine import quarantine, repeated
 from bubblescope.ingest.steps import Steps
 from bubblescope.ingest.usernames import USER_STEPS
 from bubblescope.model import Kind, Lane, Names, Notice, Spans
@@ -116,6 +116,9 @@ def _refuse_nameless(scan: Scan, events: Events) -> None:
 
 def _sound(scan: Scan) -> tuple[Events, list[Notice]]:
     keep, notices = quarantine(scan.events, scan.names, scan.path)
+    again, twice = repeated(scan.events, scan.path)
+    keep &= ~again
+    notices += twice
     events = scan.events if keep.all() else scan.events.take(keep)
     if not len(scan.arrows):
         return events, notices

@@ -1,11 +1,11 @@
-"""Events that cannot be true: at time zero in a trace of today, or an hour long in a window of seconds."""
+"""Events that cannot be true: at time zero in a trace of today, an hour long in a window of seconds, or there twice."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bubblescope.ingest.events import Cat, Events, Int
+from bubblescope.ingest.events import DEVICE, Cat, Events, Int
 from bubblescope.model import Names, Notice
 
 Mask = NDArray[np.bool_]
@@ -38,6 +38,32 @@ def quarantine(events: Events, names: Names, path: str) -> tuple[Mask, list[Noti
         f"for example '{names[int(events.name[worst])][:60]}'"
     )
     return ~bad, [Notice("events-quarantined", message, path)]
+
+
+def repeated(events: Events, path: str) -> tuple[Mask, list[Notice]]:
+    """Rows of the device that say again what another one says, and a Notice for them. A stream runs a kernel from one
+    moment to another once; only what takes no time may do so twice.
+
+    >>> times = np.array([[5, 0, 5, 5], [9, 4, 9, 9]])
+    >>> same = np.zeros(4, dtype=np.int64)
+    >>> events = Events(same, *times, same, same, np.array([7, 7, 7, 8]), same, same, same, same, same)
+    >>> repeated(events, "")[0].tolist()
+    [False, False, True, False]
+    """
+    again = np.zeros(len(events), dtype=np.bool_)
+    rows = np.flatnonzero(np.isin(events.cat, DEVICE) & (events.end_ns > events.start_ns))
+    rows = rows[np.argsort(events.start_ns[rows], kind="stable")]
+    later = np.flatnonzero(np.diff(events.start_ns[rows]) == 0) + 1
+    rows = rows[np.union1d(later - 1, later)]
+    columns = [getattr(events, name)[rows] for name in events.__dataclass_fields__]
+    order = np.lexsort(columns)
+    alike = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
+    again[rows[order[1:][alike]]] = True
+    count = int(alike.sum())
+    if count == 0:
+        return again, []
+    message = f"{count} events of the device are there more than once (written or merged twice?); each is used once"
+    return again, [Notice("events-repeated", message, path)]
 
 
 def _window(events: Events, names: Names) -> tuple[int, int]:

@@ -47,6 +47,7 @@ def documents(**style: Any) -> dict[int, Json]:
 
 def write_all(folder: Path, docs: dict[int, Json], compact: bool = False) -> list[Path]:
     out = []
+    folder.mkdir(exist_ok=True)
     for rank, document in docs.items():
         path = folder / f"rank{rank}.json"
         path.write_text(dumps(document, compact=compact))
@@ -467,6 +468,20 @@ def unmarked(docs: dict[int, Json], *ranks: int) -> dict[int, Json]:
         events = docs[rank]["traceEvents"]
         docs[rank]["traceEvents"] = [e for e in events if not e["name"].startswith("ProfilerStep")]
     return docs
+
+
+@pytest.mark.parametrize("style", [Style(), Style(launches=True), Style(metadata=False)])
+def test_kernels_that_were_written_twice_count_once(tmp_path: Path, style: Style) -> None:
+    docs = traces(TRUTH, style)
+    once = write_all(tmp_path / "once", docs)
+    twice = [e for e in docs[2]["traceEvents"] if e.get("cat") == KERNELS]
+    docs[2]["traceEvents"] += twice
+    run, usual = prepare(read(write_all(tmp_path / "twice", docs))), prepare(read(once))
+    assert len(run.spans) == len(usual.spans)
+    assert run.links.p2p.tolist() == usual.links.p2p.tolist()
+    (notice,) = (n for n in run.notices if n.code == "events-repeated")
+    assert notice.message.startswith(f"{len(twice)} events of the device are there more than once")
+    assert notice.where.endswith("rank2.json")
 
 
 def as_pairs(document: Json) -> None:
