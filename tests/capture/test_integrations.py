@@ -86,5 +86,13 @@ def test_what_is_unavailable_is_left_out() -> None:
     }
 
 
+def test_training_without_a_pipeline_is_called_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torch")
+    session = Session(tmp_path)
+    session.begin()
+    assert session.end() == {}
+    assert "no results to log: no pipeline was recorded" in caplog.text
+
+
 def test_ending_a_session_that_never_began_does_nothing(tmp_path: Path) -> None:
     assert Session(tmp_path).end() == {} and list(tmp_path.iterdir()) == []

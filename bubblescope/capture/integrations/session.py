@@ -31,6 +31,7 @@ class Session:
         self._options: dict[str, Any] = {"every": every, "warmup": warmup, "max_steps": max_steps}
         self._log = log
         self._recording: Any = None
+        self._seen = False
         self.results: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -47,12 +48,19 @@ class Session:
             return None
         folder: Path | None = recording.folder
         recording.stop()
+        self._seen = recording.recorder is not None and recording.recorder.recorded_steps > 0
         return folder
 
     def end(self, step: int | None = None, tensorboard: Any = None) -> dict[str, float]:
         """Stop; on rank 0 also analyse and log. What was logged, {} elsewhere."""
         folder = self.stop()
         if not self._log or folder is None or rank_and_world()[0] != 0 or not any(folder.glob("rank-*.jsonl")):
+            return {}
+        if not self._seen:
+            results.log.warning(
+                "bubblescope: no results to log: no pipeline was recorded (no finished step of a pipeline that "
+                "bubblescope knows; mark your own with bubblescope.span and bubblescope.step)"
+            )
             return {}
         self.results = results.metrics(folder)
         trackers.log_metrics(self.results, step, tensorboard)
