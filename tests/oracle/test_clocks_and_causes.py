@@ -115,7 +115,7 @@ def test_what_a_rank_alone_cannot_know_is_unavailable(tmp_path: Path, rank: int)
     assert "stages" not in data["pipeline"]["inferred"]
     assert data["gpus"][0]["stage"] == (0 if rank == 0 else None)
     assert data["gpus"][0]["phases"]["steady"] > 0
-    (why,) = [n["message"] for n in data["warnings"] if n["code"] == "fraction-unavailable"]
+    (why,) = [n["message"] for n in data["source"]["warnings"] if n["code"] == "fraction-unavailable"]
     assert why.startswith("no step is there for every rank of a pipeline")
 
 
