@@ -73,6 +73,7 @@ def read(
             claims = _hopeful(candidates, found)
         claims, said = _without_headless(claims)
         chosen = _choose(claims, found)
+        said += _beside(claims, chosen)
         module = chosen.load()
         units = claims[chosen.name]
         if chosen.files:
@@ -152,6 +153,20 @@ def _without_headless(claims: dict[str, list[str]]) -> tuple[dict[str, list[str]
         return claims, []
     message = "the recording here holds no header, so nothing of it can be read; it is left out"
     return {n: u for n, u in claims.items() if n != "recording"}, [Notice("file-empty", message, u) for u in units]
+
+
+def _beside(claims: dict[str, list[str]], chosen: Format) -> list[Notice]:
+    """What of other formats lies beside that which is read."""
+    return [
+        Notice(
+            "other-format",
+            f"{len(units)} of the files here are of format {name} ({', '.join(Path(u).name for u in units[:4])}"
+            f"{' …' if len(units) > 4 else ''}) and are not read; --format {name} reads them, and not the {chosen.name}",
+            str(Path(units[0]).parent),
+        )
+        for name, units in claims.items()
+        if name != chosen.name and FORMATS[name].files
+    ]
 
 
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:

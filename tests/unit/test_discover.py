@@ -103,6 +103,20 @@ def test_a_rank_file_that_holds_nothing_costs_no_trace_beside_it(
         read(stray)
 
 
+def test_traces_beside_a_recording_are_said_not_to_be_read(
+    tmp_path: Path, documents: dict[int, dict[str, object]]
+) -> None:
+    recording(tmp_path)
+    assert "other-format" not in {n.code for n in read(tmp_path).notices}
+    files = write(tmp_path, documents)
+    run = read(tmp_path)
+    assert run.source.format == "recording"
+    (notice,) = (n for n in run.notices if n.code == "other-format")
+    assert notice.message.startswith(f"{len(files)} of the files here are of format kineto (rank0.json.gz, ")
+    assert notice.message.endswith("are not read; --format kineto reads them, and not the recording")
+    assert notice.where == str(tmp_path)
+
+
 def recording(folder: Path) -> Path:
     return write_recording(folder, RECORDING, constant(10, 20))
 
