@@ -553,12 +553,31 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
         recorder.forward_begins()
     lane = _LANE_OF.get(meant, Lane.COMPUTE)
     start = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
-    yield
-    if recorder.running and recorder.rule.current.sampled:
+    label = message or Label(meant, stage, microbatch)
+    try:
+        yield
+    except GeneratorExit:  # nobody left it: when it ended is not known
+        if recorder.running:
+            recorder.drop("span-not-left")
+            recorder.patches.warn(f"a span '{kind}' was entered and not left, so it is not recorded: use it by `with`")
+        raise
+    except BaseException as error:
+        _end_span(recorder, lane, start, label._replace(name=label.name or f"ended by {type(error).__name__}"))
+        raise
+    _end_span(recorder, lane, start, label)
+
+
+def _end_span(recorder: Recorder, lane: Lane, start: Any, label: Label) -> None:
+    if not recorder.running or not recorder.rule.current.sampled:
+        return
+    try:
         end = perf_counter_ns() if lane in _HOST_LANES else recorder.mark()
-        if message is not None:
-            recorder.add(Lane.POST, start, start, (message,))
-        recorder.add(lane, start, end, (message or Label(meant, stage, microbatch),))
+        if label.seq >= 0:  # a message, whose other end is looked for
+            recorder.add(Lane.POST, start, start, (label,))
+        recorder.add(lane, start, end, (label,))
+    except Exception as error:  # ours, and the job's own may be on its way
+        recorder.patches.fault(f"a span was lost: {type(error).__name__}: {error}")
+        recorder.drop("span-failed")
 
 
 def step() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +135,39 @@ def test_a_pipeline_of_ones_own_is_recorded_with_span_and_step(tmp_path: Path) -
     assert rows.device[rows.kind == Kind.DATA].tolist() == [-1]
 
 
-def test_span_passes_exceptions_and_refuses_unknown_kinds() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_span_refuses_unknown_kinds_and_numbers_whether_recorded_or_not(tmp_path: Path, recorded: bool) -> None:
+    with capture.record(tmp_path) if recorded else nullcontext():
+        for kind, stage, microbatch in (("Q", 0, 0), ("F", "0", 0), ("F", 0, "1"), ("F", -4, 0), ("F", 0, -3)):
+            with pytest.raises(UsageError), capture.span(kind, stage, microbatch):  # type: ignore[arg-type]
+                pass
+
+
+def test_a_span_whose_body_raises_passes_it_and_is_recorded_up_to_then(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), capture.span("F"):
         raise ZeroDivisionError
-    with pytest.raises(UsageError), capture.span("Q"):
-        pass
+    with capture.record(tmp_path / "run", warmup=0):
+        for kind in ("F", "send_forward"):
+            with pytest.raises(ZeroDivisionError), capture.span(kind, stage=0, microbatch=0):
+                raise ZeroDivisionError
+        capture.step()
+    run = recording.read(tmp_path / "run")
+    rows = run.spans
+    assert [run.names[i] for i in rows.name[rows.kind == Kind.FORWARD]] == ["ended by ZeroDivisionError"]
+    assert sorted(rows.lane[rows.kind == Kind.SEND].tolist()) == sorted([Lane.POST, Lane.WAIT])
+
+
+def test_a_span_that_is_never_left_is_counted_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with capture.record(tmp_path / "run", warmup=0):
+        capture.span("F", stage=0, microbatch=0).__enter__()
+        gc.collect()
+        with capture.span("B", stage=0, microbatch=0):
+            pass
+        capture.step()
+    run = recording.read(tmp_path / "run")
+    assert not run.spans.where(kind=Kind.FORWARD).any() and run.spans.where(kind=Kind.BACKWARD).any()
+    assert {n.code for n in run.notices} == {"recorder-warning", "rows-dropped"}
+    assert "a span 'F' was entered and not left" in caplog.text
     capture.step()
 
 
