@@ -106,10 +106,7 @@ def screen(snapshot: Snapshot, report: Report) -> FirstScreen:
 
 def _by_the_hour(action: Action, row: dict[str, Any], report: Report) -> Action:
     """What an action saves while an hour passes: over the few steps looked at it would be next to nothing."""
-    window = value(report.data, "steps", "seconds_median")
-    if not window:
-        return replace(action, detail="")
-    hours = gpu_count(report.data) * row["saved_seconds"] / window
+    hours = gpu_count(report.data) * row["saved_seconds"] / row["now_seconds"]
     saved = Rate(hours, prices.money(hours, value(report.data, "cost", "price_per_gpu_hour")))
     return replace(action, detail=saved.words(value(report.data, "cost", "currency") or ""))
 

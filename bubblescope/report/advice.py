@@ -42,7 +42,7 @@ def suggest(a: Attribution, shape: Shape, found: dict[str, Saving], cost: dict[s
     b = ideas.basis(a, shape, {cause: saving.first_in for cause, saving in found.items()})
     worth = _ranked(_everything(b), WORTH_TELLING * b.measured)
     notices = () if worth else (Notice("bubble-not-the-limit", nothing_to_gain(b.measured)),)
-    return Advice([row(i, cost) for i in worth], notices)
+    return Advice([row(i, cost, b) for i in worth], notices)
 
 
 NOT_TRUSTED = "the replay does not reproduce the measurement well enough, so no saving is predicted"
@@ -72,9 +72,10 @@ def _ranked(found: Sequence[Idea], least: float) -> list[Idea]:
     return sorted(worth, key=lambda i: (-i.saved_seconds, i.action))
 
 
-def row(idea: Idea, cost: dict[str, Any]) -> dict[str, Any]:
+def row(idea: Idea, cost: dict[str, Any], b: Basis) -> dict[str, Any]:
     """As in report.json. Hours and money are signed: a change may cost time."""
-    hours = prices.gpu_hours(abs(idea.saved_seconds), steps=cost["total_steps"], gpus=cost["gpus"])
+    saved = abs(idea.saved_seconds) * b.step_share
+    hours = prices.gpu_hours(saved, steps=cost["total_steps"], gpus=cost["gpus"])
     hours = hours if idea.saved_seconds >= 0 else -hours
     return {
         "action": idea.action,
@@ -82,6 +83,8 @@ def row(idea: Idea, cost: dict[str, Any]) -> dict[str, Any]:
         "detail": idea.detail,
         "step_seconds": idea.step_seconds,
         "saved_seconds": idea.saved_seconds,
+        "now_seconds": b.measured,
+        "step_share": b.step_share,
         "saved_gpu_hours": hours,
         "saved_money": prices.money(hours, cost["price_per_gpu_hour"]),
         "memory_note": idea.memory_note,
@@ -143,7 +146,7 @@ def explore(report: Report, wanted: Wanted) -> dict[str, Any]:
         )
     found = _wanted(b, wanted)
     least = WORTH_TELLING * b.measured if wanted.all else float("-inf")
-    rows = [{**row(i, data["cost"]), "saved_fraction": i.saved_seconds / b.measured} for i in _ranked(found, least)]
+    rows = [{**row(i, data["cost"], b), "saved_fraction": i.saved_seconds / b.measured} for i in _ranked(found, least)]
     refused = [] if wanted.all else [{"action": r.action, "why": r.why} for r in dict.fromkeys(b.found)]
     return {**out, "verdict": _verdict(found, b.measured, all=wanted.all), "changes": rows, "refused": refused}
 

@@ -219,6 +219,8 @@ def _per_microbatch(before: Report, after: Report, old: Float, new: Float) -> Ch
     counts = [report.data["pipeline"]["microbatches"] for report in (before, after)]
     if None in counts or counts[0] == counts[1]:
         return None
+    if any(facts.mixed_microbatches(report.attribution) is not None for report in (before, after)):
+        return None  # the steps are means over several numbers of micro-batches
     return _change(old / counts[0], new / counts[1])
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bubblescope.algebra.stats import count_distinct, usual
 from bubblescope.errors import ScheduleError, UsageError
 from bubblescope.model import PIPELINE_KINDS, Action, Kind, Layout, Notice
 from bubblescope.model.units import NS
@@ -15,12 +17,15 @@ from bubblescope.replay.closed_form import closed_form
 from bubblescope.replay.program import Node, Program
 from bubblescope.replay.schedules import recognise
 
+Int = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Shape:
     """stages p, chunks v, microbatches m, schedule; None when unknown. orders: what each position of the first
     replica really ran. times: uniform F, I, W in seconds (B = I + W; a B that was never split counts as W = B - I
-    with I = W). overruled: what the input shows of fields that the user gave otherwise."""
+    with I = W). steps: the analysed ones that have m micro-batches and that orders are of, None = all of them.
+    overruled: what the input shows of fields that the user gave otherwise."""
 
     stages: int | None
     chunks: int | None
@@ -32,6 +37,7 @@ class Shape:
     times: tuple[float, float, float] | None = None
     notices: tuple[Notice, ...] = ()
     passes: int = 1
+    steps: Int | None = None
     overruled: dict[str, str | int] = field(default_factory=dict)
 
     def as_given(self, **given: str | int | None) -> Shape:
@@ -54,6 +60,10 @@ class Shape:
             notices=(*self.notices, *said),
             overruled=overruled,
         )
+
+    def holds_in(self, steps: Int) -> NDArray[np.bool_]:
+        """Which of these analysed steps have `microbatches`."""
+        return np.ones(len(steps), dtype=np.bool_) if self.steps is None else np.isin(steps, self.steps)
 
     def seen(self) -> Shape:
         """As the input shows it, with the user's word only for what it does not show."""
@@ -112,17 +122,22 @@ def pipeline_shape(a: Attribution) -> Shape:
     """What the layout says, completed from what the replayed steps show."""
     layout = a.run.layout
     inferred = dict(layout.inferred)
-    orders = measured_orders(a.run.layout, a.programs[0]) if a.programs else {}
+    microbatches, steps = layout.microbatches, None
+    ops = a.operations
+    mixed = mixed_microbatches(a)
+    if mixed is not None:
+        microbatches, steps, _ = mixed
+        inferred["microbatches"] = f"{len(steps)} of the analysed steps have so many"
+    elif microbatches is None and (ops.microbatch >= 0).any():
+        microbatches = int(ops.microbatch.max()) + 1
+        inferred["microbatches"] = "highest micro-batch number seen"
+    programs = [p for p in a.programs if steps is None or p.steps[0] in steps]
+    orders = measured_orders(layout, programs[0]) if programs else {}
     schedule = layout.schedule
     if schedule is None and orders:
         found = recognise(orders, layout.stages, layout.chunks)
         schedule = found.name
         inferred["schedule"] = f"{found.how} (confidence {found.confidence:.2f})"
-    ops = a.operations
-    microbatches = layout.microbatches
-    if microbatches is None and (ops.microbatch >= 0).any():
-        microbatches = int(ops.microbatch.max()) + 1
-        inferred["microbatches"] = "highest micro-batch number seen"
     return Shape(
         layout.stages,
         layout.chunks,
@@ -132,14 +147,40 @@ def pipeline_shape(a: Attribution) -> Shape:
         inferred,
         orders,
         _times(a),
-        passes=_passes(a),
+        () if mixed is None else mixed[2:],
+        _passes(a, steps),
+        steps,
     )
 
 
-def _passes(a: Attribution) -> int:
-    """Schedule calls per optimizer step (gradient accumulation): the recorder marks each with a STEP row."""
+def mixed_microbatches(a: Attribution) -> tuple[int, Int, Notice] | None:
+    """Where the analysed steps have different numbers of micro-batches (a batch size that grows): the one that most of
+    them have, of equally frequent ones the largest; the steps that have it; and what to say. None: all have the same.
+    """
+    ops = a.operations
+    rows = np.isin(ops.kind, PIPELINE_KINDS) & (ops.microbatch >= 0) & a.main[ops.window]
+    windows, counts = count_distinct(ops.window[rows], ops.microbatch[rows])
+    steps, at = np.unique(a.windows.step[windows], return_inverse=True)
+    per_step = np.zeros(len(steps), dtype=np.int64)
+    np.maximum.at(per_step, at, counts)
+    found, times = np.unique(per_step, return_counts=True)
+    if len(found) < 2:
+        return None
+    m = usual(per_step)
+    each = ", ".join(f"{n} with {count}" for count, n in zip(found.tolist(), times.tolist(), strict=True))
+    text = (
+        f"the analysed steps differ in their number of micro-batches ({each}): times and causes are means over all of "
+        f"them; the pipeline's shape, its closed form and what changes would save are of steps with {m} alone"
+    )
+    return m, steps[per_step == m], Notice("microbatches-differ", text)
+
+
+def _passes(a: Attribution, steps: Int | None) -> int:
+    """Schedule calls per optimizer step (gradient accumulation): the recorder marks each with a STEP row. steps: those
+    to look at, None = all."""
     spans = a.run.spans
     marks = np.flatnonzero((spans.kind == Kind.STEP) & (spans.step >= 0))
+    marks = marks if steps is None else marks[np.isin(spans.step[marks], steps)]
     if a.run.source.format != "recording" or not len(marks):
         return 1
     pairs = spans.rank[marks].astype(np.int64) * (int(spans.step.max()) + 1) + spans.step[marks]

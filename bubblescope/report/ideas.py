@@ -13,6 +13,7 @@ from bubblescope.model.layers import LayerTime
 from bubblescope.replay import whatif
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.repartition import Repartition, measured_layers, repartition
+from bubblescope.replay.savings import savings
 from bubblescope.replay.schedules import FAMILIES, Schedule, make, peak_activations
 from bubblescope.replay.whatif import PipelineModel
 from bubblescope.report import tables
@@ -51,12 +52,14 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """What predictions start from. first_in: seconds that fixing one cause alone saves, by cause. model: None when
-    the measured order cannot be replayed on its own. layers: of the whole model, None when nobody timed them."""
+    """What predictions start from. measured: mean seconds of the steps that the shape holds in; step_share: how many of
+    the analysed ones these are. first_in: seconds that fixing one cause alone saves, by cause. model: None when the
+    measured order cannot be replayed on its own. layers: of the whole model, None when nobody timed them."""
 
     attribution: Attribution
     shape: Shape
     measured: float
+    step_share: float
     first_in: Mapping[str, float]
     model: PipelineModel | None
     layers: Sequence[LayerTime] | None = None
@@ -71,13 +74,19 @@ def basis(
     layers: Sequence[LayerTime] | None = None,
     memory_limit: float | None = None,
 ) -> Basis:
-    """layers: from a file; else those that the recording timed."""
+    """first_in: over all steps; found anew where the shape holds in some of them only. layers: from a file; else those
+    that the recording timed."""
     assert a.bases is not None
-    measured = float(np.mean(tables.step_seconds(a)[1]))
-    model = whatif.calibrate(a.programs, a.bases, shape.orders, measured, a.run.layout.framework)
+    number, seconds = tables.step_seconds(a)
+    holds = shape.holds_in(number)
+    measured = float(np.mean(seconds[holds]))
+    programs = [p for p in a.programs if shape.holds_in(p.steps).all()]
+    if shape.steps is not None:
+        first_in = {cause: saving.first_in for cause, saving in savings(programs, a.bases).items()}
+    model = whatif.calibrate(programs, a.bases, shape.orders, measured, a.run.layout.framework)
     if layers is None and model is not None:
         layers = measured_layers(model, a.run.source.details.get("layer_times") or ())
-    return Basis(a, shape, measured, first_in, model, layers, memory_limit)
+    return Basis(a, shape, measured, float(np.mean(holds)), first_in, model, layers, memory_limit)
 
 
 # --- one cause removed ------------------------------------------------------------------------------------------

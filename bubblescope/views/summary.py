@@ -378,10 +378,8 @@ def daily_gpu_hours(data: dict[str, Any]) -> float | None:
 
 
 def _action(row: dict[str, Any], data: dict[str, Any]) -> Action:
-    parts = [f"{fmt.seconds(row['saved_seconds'])} per step"]
-    window = value(data, "steps", "seconds_median")
-    if window:
-        parts[0] += f" ({fmt.percent(row['saved_seconds'] / window)})"
+    share = row["saved_seconds"] / row["now_seconds"]
+    parts = [f"{fmt.seconds(row['saved_seconds'])} per step ({fmt.percent(share)})"]
     if row.get("saved_gpu_hours") is not None:
         parts.append(fmt.gpu_hours(row["saved_gpu_hours"]))
     if row.get("saved_money") is not None:

@@ -360,6 +360,7 @@ def _advice(build: _Builder, gpus: int) -> list[dict[str, Any]]:
         hours = saved * gpus * total / 3600
         out.append({
             "action": action, "kind": kind, "detail": detail, "step_seconds": seconds, "saved_seconds": saved,
+            "now_seconds": now, "step_share": 1.0,
             "saved_gpu_hours": hours, "saved_money": None if job.price is None else hours * job.price,
             "memory_note": memory, "assumptions": assumed,
         })  # fmt: skip

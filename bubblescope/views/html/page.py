@@ -145,6 +145,7 @@ def _whatif(data: dict[str, Any]) -> dict[str, Any]:
         "actions": [
             {
                 "text": fmt.plain(a["action"]), "saved_s": a["saved_seconds"],
+                "now_s": a["now_seconds"], "share": a["step_share"],
                 "memory": fmt.plain(a.get("memory_note") or ""),
                 "assumptions": [fmt.plain(x) for x in a.get("assumptions") or ()],
             }

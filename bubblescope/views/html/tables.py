@@ -255,7 +255,7 @@ def ratios(report: ReportLike) -> Table:
         rows.append((name, formula, meaning, text, fmt.MISSING if theory is None else f"{theory:.4f}"))
     caption = "Four ratios that people all call “bubble”, and the idle share of the GPUs."
     source = value(report.data, "bubble", "theory", "source")
-    if source:
+    if source and value(report.data, "pipeline", "microbatches"):
         schedule, p, m = (value(report.data, "pipeline", name) for name in ("schedule", "stages", "microbatches"))
         once = int(m) // int(value(report.data, "pipeline", "passes_per_step") or 1)
         caption += (

@@ -43,7 +43,7 @@
     field("out-money-note").textContent = price === null ? "type a price to see it" : "in all";
     const perDay = all === null || !days ? null : all / days;
     field("out-day").textContent = price === null ? `${number(perDay)} GPU-hours` : money(cash(perDay), base.currency);
-    fill("table-actions", base.actions, (a) => [milliseconds(base.step_s - a.saved_s), milliseconds(a.saved_s), number(hours(a.saved_s)), money(cash(hours(a.saved_s)), base.currency), number(known ? steps * a.saved_s / DAY : null)]);
+    fill("table-actions", base.actions, (a) => [milliseconds(a.now_s - a.saved_s), milliseconds(a.saved_s), number(hours(a.saved_s * a.share)), money(cash(hours(a.saved_s * a.share)), base.currency), number(known ? steps * a.saved_s * a.share / DAY : null)]);
     fill("table-costs", base.causes, (c) => [milliseconds(c.idle_s), number(hours(c.idle_s)), money(cash(hours(c.idle_s)), base.currency)]);
   }
 
