@@ -174,13 +174,18 @@ class Watcher:
         new = [step for step in countable if step > self._counted]
         if not new and (not steps or steps[-1] == self._shown):
             return None
-        at = max(0, len(steps) - self.options.steps)
+        # Of the first step held, where it begins is known only when it is the first of all.
+        earliest = min(len(steps) - 1, int(self._forgot_before(steps[0])))
+        at = max(len(steps) - self.options.steps, earliest)
         if new and steps.index(new[0]) < at:
             at = steps.index(new[0])
             end = min(at + BATCH, len(countable))
             last = steps[min(end, len(steps) - 1)]
             return _Pass(_before(steps, at), steps[at], last, countable[end - 1], history=True)
         return _Pass(_before(steps, at), steps[at], steps[-1], new[-1] if new else self._counted)
+
+    def _forgot_before(self, step: int) -> bool:
+        return any(file.first_step is not None and file.first_step < step for file in self._current.values())
 
     def _ready(self, *, final: bool) -> int:
         """The last step that every rank has which is still expected to have it."""
