@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bubblescope.align import prepare
 from bubblescope.errors import BubblescopeError, InputError
 from bubblescope.ingest import recording
 from bubblescope.model import Kind, Lane
+from bubblescope.replay.attribution import attribute
 from tests.support.recordings import end, header, layout, step, text, write
 
 STEP0 = step(0, [{"start_ns": 10, "end_ns": 30}, {"kind": "B", "start_ns": 30, "end_ns": 70}])
@@ -154,6 +156,15 @@ def test_a_partial_step_is_left_out_and_named(tmp_path: Path) -> None:
     run = recording.read(tmp_path)
     assert set(run.spans.step.tolist()) == {0}
     assert "RuntimeError" in next(n.message for n in run.notices if n.code == "step-partial")
+
+
+def test_a_recording_without_forwards_says_that_they_are_what_is_missing(tmp_path: Path) -> None:
+    for rank in range(2):
+        rows = [{"kind": "B", "stage": rank, "start_ns": 30, "end_ns": 70}, {"kind": "OPTIMIZER", "start_ns": 80}]
+        rows[1] |= {"end_ns": 90, "stage": -1, "microbatch": -1}
+        write(tmp_path, rank, header(rank, 2), step(0, rows), end())
+    found = attribute(prepare(recording.read(tmp_path)))
+    assert found.replay_refused == "no pipeline was found: only backwards of micro-batches were seen, and no forward"
 
 
 def test_a_warning_that_the_end_line_repeats_is_one_notice(tmp_path: Path) -> None:
