@@ -157,16 +157,16 @@ def _without_headless(claims: dict[str, list[str]]) -> tuple[dict[str, list[str]
 
 def _beside(claims: dict[str, list[str]], chosen: Format) -> list[Notice]:
     """What of other formats lies beside that which is read."""
-    return [
-        Notice(
-            "other-format",
-            f"{len(units)} of the files here are of format {name} ({', '.join(Path(u).name for u in units[:4])}"
-            f"{' …' if len(units) > 4 else ''}) and are not read; --format {name} reads them, and not the {chosen.name}",
-            str(Path(units[0]).parent),
-        )
-        for name, units in claims.items()
-        if name != chosen.name and FORMATS[name].files
-    ]
+    notices = []
+    for name, units in claims.items():
+        if name != chosen.name and FORMATS[name].files:
+            listed = ", ".join(Path(u).name for u in units[:4]) + (" …" if len(units) > 4 else "")
+            message = (
+                f"{len(units)} of the files here are of format {name} ({listed}) and are not read; "
+                f"--format {name} reads them, and not the {chosen.name}"
+            )
+            notices.append(Notice("other-format", message, str(Path(units[0]).parent)))
+    return notices
 
 
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:

@@ -33,6 +33,10 @@ ANY_GAP = re.compile(rb"\}" + _NEXT_EVENT.pattern)
 """As `event_gap`, for files whose events begin with different keys."""
 
 
+_UNDECODED = re.compile("[\udc80-\udcff]+")
+"""Bytes that are no UTF-8, decoded with `surrogateescape`."""
+
+
 def clean(text: bytes, counts: Counter[str]) -> bytes:
     """Repairs that cannot change the meaning; `counts` learns how many of each were made.
 
@@ -48,9 +52,8 @@ def clean(text: bytes, counts: Counter[str]) -> bytes:
     try:
         text.decode("utf-8")
     except UnicodeDecodeError:
-        decoded = text.decode("utf-8", errors="replace")
-        counts["bad UTF-8"] += 1
-        text = decoded.encode("utf-8")
+        counts["bad UTF-8"] += len(_UNDECODED.findall(text.decode("utf-8", errors="surrogateescape")))
+        text = text.decode("utf-8", errors="replace").encode("utf-8")
     pieces: list[bytes] = []
     at = 0
     for match in _STRING.finditer(text):

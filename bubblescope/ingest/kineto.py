@@ -168,12 +168,17 @@ def _latest_window(files: list[str]) -> tuple[list[str], list[Notice]]:
     most = max(len(w) for w in windows.values())
     complete = [key for key, members in windows.items() if len(members) == most]
     chosen = max(complete, key=lambda key: (len(key[1]), key[1], key[0]))
-    skipped = [Path(p).name for key, members in windows.items() if key != chosen for p in members[:1]]
+    skipped = [_short(p) for key, members in windows.items() if key != chosen for p in members[:1]]
     message = (
-        f"the traces are of {len(windows)} profiling windows; the latest complete one ({Path(windows[chosen][0]).name}"
+        f"the traces are of {len(windows)} profiling windows; the latest complete one ({_short(windows[chosen][0])}"
         f" …) is analysed, and not those of {', '.join(sorted(skipped)[:6])}"
     )
     return windows[chosen], [Notice("windows-skipped", message)]
+
+
+def _short(path: str) -> str:
+    """The file with its folder, which may be what tells two windows apart."""
+    return "/".join(PurePosixPath(path.replace("\\", "/")).parts[-2:])
 
 
 def _iteration(path: str) -> str:

@@ -117,14 +117,11 @@ def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
     for part in sorted(parts, key=lambda p: (p.rank, not p.timing, -p.events, p.path)):
         kept = chosen.setdefault(part.rank, part)
         if kept is not part:
-            notices.append(
-                Notice(
-                    "rank-duplicate",
-                    f"rank {part.rank} is claimed by two files; {kept.path} is used "
-                    f"({kept.events} events against {part.events})",
-                    part.path,
-                )
-            )
+            why = f"{kept.events} events against {part.events}"
+            if kept.timing and not part.timing:
+                why = "this one has no GPU events"
+            message = f"rank {part.rank} is claimed by two files; {kept.path} is used ({why})"
+            notices.append(Notice("rank-duplicate", message, part.path))
     return [chosen[rank] for rank in sorted(chosen)], notices
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bubblescope.errors import InputError, UsageError
-from bubblescope.model import Run, checks
+from bubblescope.model import Kind, Lane, Run, checks
 from bubblescope.replay.attribution import Attribution, attribute
 from bubblescope.replay.schedules import canonical
 from bubblescope.report import document, tables
@@ -180,9 +180,13 @@ def build(run: Run, options: ReportOptions | None = None) -> Report:
         run = replace(run, layout=replace(run.layout, stages=chosen.stages))
     attribution = attribute(run)
     if not len(attribution.windows):
+        hint = "record at least one whole step: a ProfilerStep range, an optimizer step or a schedule.step()"
+        work = run.spans.where(lane=Lane.COMPUTE) & (run.spans.step >= 0)
+        if run.spans.where(kind=Kind.STEP).any() and not work.any():
+            hint = "steps are marked, and nothing was recorded that ran in them: record the devices' activity, too"
         raise InputError(
             "no finished training step with device activity was found",
-            hint="record at least one whole step: a ProfilerStep range, an optimizer step or a schedule.step()",
+            hint=hint,
             where=", ".join(run.source.files[:3]),
         )
     return Report(document.report_json(attribution, chosen), attribution)

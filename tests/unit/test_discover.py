@@ -60,6 +60,10 @@ def test_torchtitan_iterations_are_not_glued_together(tmp_path: Path, documents:
             (folder / f"rank{rank}_trace.json").write_text(dumps(document))
     run = read(tmp_path)
     assert all("iteration_10" in f for f in run.source.files)
+    (notice,) = (n for n in run.notices if n.code == "windows-skipped")
+    assert (
+        "(iteration_10/rank0_trace.json …) is analysed, and not those of iteration_9/rank0_trace.json" in notice.message
+    )
     assert run.ranks == [0, 1, 2, 3]
 
 

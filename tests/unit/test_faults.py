@@ -24,6 +24,7 @@ from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.kineto_scan import scan
 from bubblescope.ingest.native import status
 from bubblescope.model import Kind, Lane, Run
+from bubblescope.report.build import build
 from tests.support.kineto_gen import Json, Shape, Style, Truth, dumps, simulate, traces
 
 SHAPE = Shape(microbatches=4, steps=2, optimizer_ns=300_000)
@@ -240,6 +241,30 @@ def test_files_of_several_jobs_are_refused(tmp_path: Path) -> None:
         path.write_text(path.read_text().replace('"world_size": 4', '"world_size": 8'))
     with pytest.raises(InputError, match=r"different jobs \(world sizes 4, 8\)"):
         read(tmp_path)
+
+
+def test_of_two_files_of_one_rank_that_with_gpu_events_is_used_and_the_reason_is_said(tmp_path: Path) -> None:
+    docs = documents()
+    files = write_all(tmp_path, docs)
+    events = [e for e in docs[2]["traceEvents"] if e.get("cat") != KERNELS]
+    more = [
+        {"ph": "X", "cat": "user_annotation", "name": "x", "pid": 1, "tid": 1, "ts": 9_000 + i, "dur": 1}
+        for i in range(999)
+    ]
+    (tmp_path / "copy_rank2.json").write_text(dumps(docs[2] | {"traceEvents": events + more}))
+    (notice,) = (n for n in read(tmp_path).notices if n.code == "rank-duplicate")
+    assert notice.message == f"rank 2 is claimed by two files; {files[2]} is used (this one has no GPU events)"
+
+
+def test_steps_that_are_marked_and_hold_no_work_are_not_asked_for(tmp_path: Path) -> None:
+    docs = documents()
+    for document in docs.values():
+        for event in kernels(document):
+            event["ts"] += 1_000_000
+    write_all(tmp_path, docs)
+    with pytest.raises(InputError, match="no finished training step") as caught:
+        build(prepare(read(tmp_path)))
+    assert caught.value.hint.startswith("steps are marked, and nothing was recorded that ran in them")
 
 
 def test_two_files_of_one_rank_are_never_merged(tmp_path: Path) -> None:

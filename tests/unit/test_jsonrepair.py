@@ -54,3 +54,10 @@ def test_any_bytes_are_survived(data: bytes) -> None:
 )
 def test_a_repair_gives_what_was_meant(broken: bytes, meant: object) -> None:
     assert json.loads(jsonrepair.clean(broken, Counter())) == meant
+
+
+def test_every_name_that_is_no_utf_8_is_counted() -> None:
+    counts: Counter[str] = Counter()
+    text = b'{"a": "f\xff\xfe_gemm"}, {"b": "\xc3\xa9 \xef\xbf\xbd"}, {"c": "\xff"}'
+    assert json.loads(b"[" + jsonrepair.clean(text, counts) + b"]")[2] == {"c": "\ufffd"}
+    assert counts == {"bad UTF-8": 2}
