@@ -231,8 +231,12 @@ def _match_collectives(run: Run) -> Run:
         instances.extend(found)
     pairs = [(number, row) for number, instance in enumerate(instances) for row in sorted(instance)]
     run = replace(run, links=replace(run.links, collective=np.array(pairs, dtype=np.int64).reshape(-1, 2)))
-    if left_out and len(run.ranks) > 1:
-        message = f"{len(instances)} collectives were matched; {left_out} kernels found no partner on another rank"
+    if left_out:
+        message = (
+            f"{len(instances)} collectives were matched; {left_out} kernels found no partner on another rank: how "
+            "long they waited for other members is not known, and their part of exposed collective is an upper limit, "
+            "estimated by the quickest of the same kind"
+        )
         run = run.with_notices(Notice("collective-unmatched", message))
     return run
 
@@ -385,15 +389,23 @@ def local_transfer(run: Run) -> Int:
 
 
 def collective_transfer(run: Run) -> Int:
-    """Per span, ns: what of a matched collective's kernel was not waiting for its members, -1 for other rows.
+    """Per span, ns: what of a collective's kernel was not waiting for its members, -1 for other rows.
 
     All members end together, so the last to arrive waits for nobody: its kernel is the shortest, and as long as the
     operation takes. No clock is needed. A member without a trace may have been later still: then it is an upper limit.
+    Of a kernel that no other member's was found for, the limit is the 5 % quantile of the durations of the same (rank,
+    communicator, name, bytes), where this rank was the last now and then.
 
     Worked example: an all-reduce lasts 0.3 ms on rank 0 and 6.4 ms on rank 3: rank 3 waited for 6.1 ms.
     """
     spans, links = run.spans, run.links.collective
     out = np.full(len(spans), -1, dtype=np.int64)
+    rows = np.flatnonzero((spans.lane == Lane.COMM) & (spans.kind == Kind.COLLECTIVE))
+    alone = np.setdiff1d(rows, links[:, 1])
+    kind = np.stack([spans.rank[alone], spans.group[alone], spans.name[alone], spans.bytes[alone]], axis=1)
+    for _, picked in intervals.rows_by(np.unique(kind, axis=0, return_inverse=True)[1].reshape(-1)):
+        length = spans.duration_ns[alone[picked]]
+        out[alone[picked]] = np.minimum(length, int(np.quantile(length, LOW_QUANTILE, method="lower")))
     links = links[spans.lane[links[:, 1]] == Lane.COMM]
     if len(links):
         where = np.unique(links[:, 0], return_inverse=True)[1].reshape(-1)

@@ -172,6 +172,21 @@ def test_the_last_member_of_a_collective_waits_for_nobody(tmp_path: Path) -> Non
     assert set(collective_transfer(run)[rows].tolist()) == {300_000}
 
 
+def test_a_collective_of_one_member_is_as_long_as_the_quickest_of_its_kind_at_most(tmp_path: Path) -> None:
+    rows = SpanBuilder()
+    for size, lengths in {8 << 20: (300, 310, 6_000), 1 << 10: (5, 700)}.items():
+        for length in lengths:
+            rows.add(rank=3, lane=Lane.COMM, kind=Kind.COLLECTIVE, device=0, group=1, bytes=size, end_ns=length)
+    rows.add(rank=3, lane=Lane.COMPUTE, device=0, end_ns=5)
+    run = replace(Run.empty(), spans=rows.build())
+    assert collective_transfer(run).tolist() == [300, 300, 300, 5, 5, -1]
+    truth = simulate(Shape(steps=2, embedding_ns=300_000))
+    write(tmp_path, {3: traces(truth, Style())[3]})
+    (said,) = [n.message for n in match(read(tmp_path)).notices if n.code == "collective-unmatched"]
+    assert "2 kernels found no partner" in said
+    assert "upper limit" in said
+
+
 def test_a_matched_receive_is_split_by_its_message_and_others_by_their_own(tmp_path: Path) -> None:
     """Rank 1 without rank 0: its activations are estimated, its gradients seen. Nothing waits for less than a transfer,
     so the estimate is right as well."""
