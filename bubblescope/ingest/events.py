@@ -73,6 +73,7 @@ class CommArgs:
 
     collective: str = ""
     group: str = ""
+    description: str = ""
     group_text: str = ""
     members: tuple[int, ...] = ()
     rank: int = -1

@@ -119,6 +119,7 @@ def _groups(info: dict[str, Any], comms: list[CommArgs]) -> dict[str, tuple[str,
         ranks = tuple(r for r in members if isinstance(r, int)) if isinstance(members, list) else ()
         out[str(entry.get("pg_name", ""))] = (str(entry.get("pg_desc") or ""), ranks)
     for comm in comms:
-        if comm.members and not out.get(comm.group, ("", ()))[1]:
-            out[comm.group] = (out.get(comm.group, ("", ()))[0], comm.members)
+        description, ranks = out.get(comm.group, ("", ()))
+        if comm.members and not (description and ranks):
+            out[comm.group] = (description or comm.description, ranks or comm.members)
     return out

@@ -80,6 +80,7 @@ def comm_args(args: Any) -> CommArgs:
     return CommArgs(
         collective=str(args.collective or "").lower(),
         group=str(args.group if args.group is not None else ""),
+        description=args.description if isinstance(args.description, str) else "",
         group_text=str(args.members) if not ranks and args.members else "",
         members=ranks,
         rank=integer(args.rank),

@@ -108,7 +108,7 @@ def test_a_missing_rank_takes_away_what_needs_it_and_leaves_the_rest(
 @pytest.mark.parametrize("rank", range(4))
 def test_what_a_rank_alone_cannot_know_is_unavailable(tmp_path: Path, rank: int) -> None:
     """Of a job of two pipelines, whose messages go through the communicator of all, one rank has a trace."""
-    documents = traces(simulate(Shape()), Style(world=8, members=tuple(range(8))))
+    documents = traces(simulate(Shape()), Style(world=8, members=tuple(range(8)), description="default_pg"))
     write(tmp_path, {rank: documents[rank]})
     data = build(prepare(read(tmp_path))).data
     assert (data["pipeline"]["stages"], data["pipeline"]["schedule"]) == (None, None)

@@ -226,6 +226,7 @@ class Style:
     host: Callable[[int], str] = lambda rank: ""
     first_rank: int = 0
     members: tuple[int, ...] | None = None
+    description: str = "mesh_pp"
     compact: bool = False
     per_direction: bool = False
     optimizer_range: bool = False
@@ -416,7 +417,7 @@ class _Rank:
         return {
             "Collective name": "send" if sends else "recv", "In msg nelems": self.truth.shape.bytes // 2,
             "Out msg nelems": self.truth.shape.bytes // 2, "Group size": len(members), "dtype": "BFloat16",
-            "Process Group Name": "7", "Process Group Description": "mesh_pp",
+            "Process Group Name": "7", "Process Group Description": self.style.description,
             "Process Group Ranks": str(list(members)), "Rank": members.index(self.rank),
             "Src Rank": message.source + shift, "Dst Rank": message.destination + shift,
             "Comms Id": 18446744073709551557,

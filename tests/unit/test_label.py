@@ -172,10 +172,11 @@ def some_ranks(folder: Path, seen: tuple[int, ...], style: Style, replicas: int 
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("ranges", [None, "torch"])
+@pytest.mark.parametrize(("world", "description"), [(8, ""), (4, "mesh_pp"), (4, "PIPELINE_MODEL_PARALLEL_GROUP")])
 def test_a_rank_alone_in_the_communicator_of_its_pipeline_has_its_stage(
-    tmp_path: Path, rank: int, ranges: str | None
+    tmp_path: Path, rank: int, ranges: str | None, world: int, description: str
 ) -> None:
-    style = Style(world=8, members=(0, 1, 2, 3), launches=True, ranges=ranges)
+    style = Style(world=world, members=(0, 1, 2, 3), description=description, launches=True, ranges=ranges)
     run = some_ranks(tmp_path, (rank,), style)
     assert (run.layout.stages, run.layout.pp.tolist()) == (4, [rank])
     assert set(run.spans.stage[run.spans.lane == Lane.COMPUTE].tolist()) == {rank}
@@ -189,7 +190,7 @@ def test_a_pipeline_that_may_go_on_has_no_number_of_stages(
     tmp_path: Path, seen: tuple[int, ...], places: list[int]
 ) -> None:
     """The communicator of the whole job says nothing. Forward, backward and micro-batch are known all the same."""
-    run = some_ranks(tmp_path, seen, Style(world=8, members=tuple(range(8))))
+    run = some_ranks(tmp_path, seen, Style(world=8, members=tuple(range(8)), description="default_pg"))
     assert (run.layout.stages, run.layout.schedule, run.layout.data_parallel) == (None, None, None)
     assert run.layout.pp.tolist() == places
     compute = run.spans.lane == Lane.COMPUTE
@@ -201,7 +202,7 @@ def test_a_pipeline_that_may_go_on_has_no_number_of_stages(
 
 
 def test_communicators_of_two_ranks_are_no_pipelines(tmp_path: Path) -> None:
-    documents = traces(simulate(Shape()), PLAIN)
+    documents = traces(simulate(Shape()), Style(description=""))
     for event in documents[3]["traceEvents"]:
         if "Src Rank" in event["args"]:
             event["args"] |= {"Process Group Ranks": "[2, 3]", "Group size": 2, "Rank": 1}
@@ -217,7 +218,7 @@ def test_communicators_of_two_ranks_are_no_pipelines(tmp_path: Path) -> None:
 def test_a_whole_pipeline_tells_the_length_of_the_other(
     tmp_path: Path, seen: tuple[int, ...], places: list[int]
 ) -> None:
-    run = some_ranks(tmp_path, seen, Style(world=8, members=tuple(range(8))), replicas=2)
+    run = some_ranks(tmp_path, seen, Style(world=8, members=tuple(range(8)), description="default_pg"), replicas=2)
     assert (run.layout.stages, run.layout.data_parallel) == (4, None)
     assert run.layout.pp.tolist() == places
 
@@ -226,7 +227,7 @@ def test_a_whole_pipeline_tells_the_length_of_the_other(
 def test_ranges_that_name_stages_do_not_number_those_of_missing_ranks(
     tmp_path: Path, seen: tuple[int, ...], stages: int | None
 ) -> None:
-    run = some_ranks(tmp_path, seen, Style(launches=True, ranges="runtime"))
+    run = some_ranks(tmp_path, seen, Style(launches=True, ranges="runtime", description="default_pg"))
     assert (run.layout.stages, run.layout.pp.tolist()) == (stages, list(seen))
     assert [run.spans.stage[run.spans.rank == rank].max() for rank in seen] == list(seen)
 
