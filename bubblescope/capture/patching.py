@@ -44,13 +44,14 @@ class PatchSet:
 
     hooks: by label, those installed. refused: {label: why}, those that the installed version of a framework does
     not allow. warnings: every warning given and every fault, in order (they are written into the recording).
-    faults: how often our own code raised.
+    faults: how often our own code raised. missing: what the recording lacks because of it (keys, in order).
     """
 
     hooks: dict[str, Hook] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     faults: int = 0
+    missing: dict[str, None] = field(default_factory=dict)
     _patches: list[_Patch] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -71,20 +72,28 @@ class PatchSet:
     def fail(self, hook: Hook, error: BaseException) -> None:
         """Our own code raised: that hook is over, the job never notices."""
         hook.enabled = False
-        self.fault(f"hook {hook.label} failed and is off: {type(error).__name__}: {error}")
+        self.fault(
+            f"hook {hook.label} failed and is off, so what it records is missing from now on: "
+            f"{type(error).__name__}: {error}",
+            hook.label,
+        )
 
-    def fault(self, message: str) -> None:
-        """Our own code raised. The user is told of the first one; the others are counted, and recorded once each."""
+    def fault(self, message: str, missing: str = "") -> None:
+        """Our own code raised. The user is told of the first one; the others are counted, and recorded once each.
+        missing: what the recording lacks for it, if it can be named."""
         self.faults += 1
+        if missing:
+            self.missing[missing] = None
         if self.faults == 1:
             self.warn(message)
         elif message not in self.warnings:
             self.warnings.append(message)
 
     def tell_faults(self) -> None:
-        """At the end: how many there were, when there were more than the one that was told."""
+        """At the end, when there were more than the one that was told: how many, and what the recording lacks."""
         if self.faults > 1:
-            log.warning("bubblescope: %d faults of its own in all; the recording names them", self.faults)
+            what = f"; the recording lacks, at least in part: {', '.join(self.missing)}" if self.missing else ""
+            log.warning("bubblescope: %d faults of its own in all%s", self.faults, what)
 
     def around(
         self,

@@ -200,8 +200,8 @@ class Recorder:
         """Give the open step's events the labels that hooks left for later."""
         self.rule.current.settle(self._label_failed)
 
-    def _label_failed(self, error: Exception) -> None:
-        self.patches.fault(f"rows without a label were lost: {type(error).__name__}: {error}")
+    def _label_failed(self, what: str, error: Exception) -> None:
+        self.patches.fault(f"rows of {what} were lost, without a label: {type(error).__name__}: {error}", what)
         self.drop("no-label")
 
     def use_device(self, device_type: str, device_index: int) -> None:

@@ -70,10 +70,10 @@ class StepBuffer:
     extra: dict[str, Any] = field(default_factory=dict)
     settled: int = 0
 
-    def settle(self, failed: Callable[[Exception], None]) -> None:
+    def settle(self, failed: Callable[[str, Exception], None]) -> None:
         """Make the labels that hooks left for later: in one go, while caches are warm. Called when a schedule call
-        ends, so that nothing of the job is kept beyond it. failed: called with what one of them raised; that event
-        then has none."""
+        ends, so that nothing of the job is kept beyond it. failed: called with the name of one that raised and with
+        what it raised; that event then has none."""
         events = self.events
         for i in range(self.settled, len(events)):
             labels = events[i][6]
@@ -82,7 +82,7 @@ class StepBuffer:
             try:
                 made = labels[0](*labels[1])
             except Exception as error:  # ours, and the job is about to go on
-                failed(error)
+                failed(getattr(labels[0], "__name__", "event").strip("_"), error)
                 made = ()
             events[i] = (*events[i][:6], made)
         self.settled = len(events)

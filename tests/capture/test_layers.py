@@ -37,7 +37,7 @@ class FakeRecorder:
         self.rule.current.events.append((lane, start, end, -1, host_end_ns, 0, labels))
 
     def settle(self) -> None:
-        self.rule.current.settle(self.patches.warn)
+        self.rule.current.settle(lambda what, error: self.patches.warn(f"{what}: {error}"))
 
     def rows(self, letter: str) -> list[tuple[str, float]]:
         """(name, seconds) of the timed layers."""

@@ -100,6 +100,7 @@ def test_labels_that_cannot_be_made_are_counted_and_the_others_kept(recorder: Re
     assert rows(recorder) == [(Kind.FORWARD, 0), (Kind.FORWARD, 2)]
     assert recorder._losses()["dropped"] == {"no-label": 1}
     assert len(recorder.patches.warnings) == 1 and "ZeroDivisionError" in recorder.patches.warnings[0]
+    assert list(recorder.patches.missing) == ["broken"]
 
 
 @pytest.mark.parametrize("where", ["choose", "opens"])
