@@ -3,7 +3,7 @@
 No hook knows it, so the training loop marks what it does with two functions, `bubblescope.span` and
 `bubblescope.step`. They cost nothing when nothing is recorded. Two ways to record:
 
-    bubblescope run --out runs/own -- torchrun --nproc-per-node 2 docs/examples/own_pipeline.py
+    bubblescope run --out runs/own -- torchrun --standalone --nproc-per-node 2 docs/examples/own_pipeline.py
     bubblescope analyze runs/own
 
 or ``with bubblescope.record("runs/own"):`` around the loop.

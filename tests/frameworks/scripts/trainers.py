@@ -16,10 +16,8 @@ import torch
 import bubblescope
 
 
-def lightning(folder: str) -> dict[str, float]:
+def lightning_model() -> Any:
     import lightning.pytorch as pl
-
-    from bubblescope.capture.integrations.lightning import BubblescopeCallback
 
     class Model(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -37,21 +35,25 @@ def lightning(folder: str) -> dict[str, float]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    return Model()
+
+
+def lightning(folder: str) -> dict[str, float]:
+    import lightning.pytorch as pl
+
+    from bubblescope.capture.integrations.lightning import BubblescopeCallback
+
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(32, 8)), batch_size=4)
     callback = BubblescopeCallback(folder)
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Model(), data)
+    trainer.fit(lightning_model(), data)
     return dict(callback.results)
 
 
-def huggingface(folder: str) -> dict[str, float]:
-    from transformers import Trainer, TrainingArguments
-
-    from bubblescope.capture.integrations.huggingface import BubblescopeCallback
-
+def huggingface_model() -> Any:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -61,12 +63,20 @@ def huggingface(folder: str) -> dict[str, float]:
             with bubblescope.span("F", stage=0, microbatch=0):
                 return {"loss": torch.nn.functional.mse_loss(self.inner(x), x)}
 
+    return Model()
+
+
+def huggingface(folder: str) -> dict[str, float]:
+    from transformers import Trainer, TrainingArguments
+
+    from bubblescope.capture.integrations.huggingface import BubblescopeCallback
+
     callback = BubblescopeCallback(folder)
     arguments = TrainingArguments(
         output_dir=f"{folder}-hf", max_steps=6, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
     )
     rows = [{"x": torch.ones(8)} for _ in range(48)]
-    Trainer(model=Model(), args=arguments, train_dataset=rows, callbacks=[callback]).train()
+    Trainer(model=huggingface_model(), args=arguments, train_dataset=rows, callbacks=[callback]).train()
     return dict(callback.results)
 
 
