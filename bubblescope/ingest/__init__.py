@@ -169,6 +169,14 @@ def _beside(claims: dict[str, list[str]], chosen: Format) -> list[Notice]:
     return notices
 
 
+def _nested(found: list[discover.Found]) -> dict[str, list[str]]:
+    """Format -> folders, in the folders that were given, which a reader would take whole if they were given."""
+    inside = [path for item in found if Path(item.unit).is_dir() for path in sorted(Path(item.unit).iterdir())]
+    readers = {f.name: f.load() for f in FORMATS.values() if not f.files}
+    taken = {n: [str(p) for p in inside if p.is_dir() and module.can_read(p)] for n, module in readers.items()}
+    return {name: folders for name, folders in taken.items() if folders}
+
+
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:
     """Files that only by their name are traces: reading them says what is wrong with them."""
     for reader in reversed(candidates):
@@ -207,8 +215,9 @@ def _choose(claims: dict[str, list[str]], found: list[discover.Found]) -> Format
     for name, units in claims.items():
         if len(units) >= len(found) and not FORMATS[name].files:
             return FORMATS[name]
+    counts = {name: len(units) for name, units in (_nested(found) | claims).items()}
     raise InputError(
-        f"the paths mix formats: {', '.join(f'{len(u)} {n}' for n, u in claims.items())}",
+        f"the paths mix formats: {', '.join(f'{count} {name}' for name, count in counts.items())}",
         hint="name one with --format, or give the paths of one format only",
         where=found[0].unit,
     )

@@ -74,4 +74,5 @@ def test_a_folder_of_several_formats_is_refused_and_they_are_named(bubblescope: 
     done = bubblescope("analyze", str(DATA))
     assert done.returncode == 3
     assert "mix formats" in done.stderr
+    assert "1 straggler, " in done.stderr  # the folder of its two files
     assert "nsys" in done.stderr
