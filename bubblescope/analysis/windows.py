@@ -110,7 +110,7 @@ def find_windows(run: Run) -> Windows:
         bases[keep],
         first[keep],
         skipped,
-        (*all_warm, *_edge_notices(edges), *_holes(run, edges)),
+        (*all_warm, *_edge_notices(run, edges), *_holes(run, edges)),
     )
 
 
@@ -249,13 +249,10 @@ def _some(values: list[int]) -> str:
     return ", ".join(map(str, values[:8])) + (" …" if len(values) > 8 else "")
 
 
-def _edge_notices(e: _Edges) -> tuple[Notice, ...]:
-    if len(e.rank) and not e.by_optimizer.any():
-        return (
-            Notice(
-                "no-optimizer",
-                "no optimizer step was seen, so step windows end with the last operation of each step "
-                "(in a loop of your own, mark it with bubblescope.span('optimizer'))",
-            ),
-        )
-    return ()
+def _edge_notices(run: Run, e: _Edges) -> tuple[Notice, ...]:
+    if not len(e.rank) or e.by_optimizer.any():
+        return ()
+    seen = "no optimizer step was seen"
+    if run.source.details.get("steps_marked"):
+        seen = "steps are marked by bubblescope.step, and no optimizer by bubblescope.span('optimizer')"
+    return (Notice("no-optimizer", f"{seen}, so step windows end with the last operation of each step"),)

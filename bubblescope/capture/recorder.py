@@ -309,6 +309,8 @@ class Recorder:
         flags = {name: True for name in ("warmup", "partial") if getattr(buffer, name)}
         if buffer.evaluation:
             flags["eval"] = True
+        if self.rule.marked:
+            flags["marked"] = True
         return {
             "kind": "step",
             "step": buffer.index,

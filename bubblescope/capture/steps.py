@@ -148,6 +148,11 @@ class StepRule:
         self.in_schedule = False
         self.current = open_step(0)
 
+    @property
+    def marked(self) -> bool:
+        """Whether the user says where steps end."""
+        return self._mode == "manual"
+
     def _roll(self) -> None:
         finished = self.current
         self.current = self._make(finished.index + 1)

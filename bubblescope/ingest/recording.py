@@ -115,6 +115,7 @@ class _Step(msgspec.Struct, tag="step", tag_field="kind"):
     warmup: bool = False
     partial: bool = False
     eval: bool = False
+    marked: bool = False
     timing: str = "host"
     own_ns: int = 0
     clock: tuple[int, int] | None = None
@@ -531,6 +532,7 @@ def _source(files: list[_File], origin: int, layers: list[LayerTime]) -> Source:
         details={
             "origin_ns": origin,
             "warmup_steps": warmup,
+            "steps_marked": any(step.marked for step in steps),
             "evaluations": sum(step.eval for step in steps),
             "hook_hits": dict(sorted(hits.items())),
             "own_ns_per_step": int(np.median(own)) if own else None,

@@ -129,7 +129,7 @@ def test_a_pipeline_of_ones_own_is_recorded_with_span_and_step(tmp_path: Path) -
                 pass
             capture.step()
     run = recording.read(tmp_path / "run")
-    assert set(run.spans.step.tolist()) == {0, 1}
+    assert set(run.spans.step.tolist()) == {0, 1} and run.source.details["steps_marked"]
     rows = run.spans.take(run.spans.where(step=1))
     assert sorted(rows.microbatch[rows.kind == Kind.FORWARD].tolist()) == [0, 1, 2]
     assert rows.device[rows.kind == Kind.DATA].tolist() == [-1]

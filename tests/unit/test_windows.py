@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bubblescope.analysis.windows import find_windows
 from bubblescope.model import Clock, Kind, Lane, Names, Run, Source, SpanBuilder
 
@@ -73,7 +75,13 @@ def test_without_any_optimizer_windows_end_with_the_last_operation_and_say_so() 
     rows = [row for row in TWO_RANKS if row[2] != Kind.OPTIMIZER]
     w = find_windows(run_of(rows))
     assert w.end_ns.tolist() == [90, 190, 90, 190]
-    assert [n.code for n in w.notices] == ["no-optimizer"]
+    assert [n.code for n in w.notices] == ["no-optimizer"] and "no optimizer step was seen" in w.notices[0].message
+
+
+def test_of_steps_that_the_user_marks_none_is_said_to_be_unseen() -> None:
+    run = run_of([row for row in TWO_RANKS if row[2] != Kind.OPTIMIZER])
+    (notice,) = find_windows(replace(run, source=replace(run.source, details={"steps_marked": True}))).notices
+    assert notice.code == "no-optimizer" and notice.message.startswith("steps are marked by bubblescope.step")
 
 
 def test_an_empty_run_has_no_windows() -> None:
