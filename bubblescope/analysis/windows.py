@@ -255,4 +255,7 @@ def _edge_notices(run: Run, e: _Edges) -> tuple[Notice, ...]:
     seen = "no optimizer step was seen"
     if run.source.details.get("steps_marked"):
         seen = "steps are marked by bubblescope.step, and no optimizer by bubblescope.span('optimizer')"
-    return (Notice("no-optimizer", f"{seen}, so step windows end with the last operation of each step"),)
+    message = f"{seen}, so step windows end with the last operation of each step"
+    if run.layout.missing_ranks:
+        message += "; what a rank waits after it for one that has no trace is in none of them: idle is a lower limit"
+    return (Notice("no-optimizer", message),)

@@ -117,6 +117,8 @@ def test_what_a_rank_alone_cannot_know_is_unavailable(tmp_path: Path, rank: int)
     assert data["gpus"][0]["phases"]["steady"] > 0
     (why,) = [n["message"] for n in data["source"]["warnings"] if n["code"] == "fraction-unavailable"]
     assert why.startswith("no step is there for every rank of a pipeline")
+    (ends,) = [n["message"] for n in data["source"]["warnings"] if n["code"] == "no-optimizer"]
+    assert ends.endswith("idle is a lower limit")
 
 
 @pytest.mark.parametrize("clocks", ["one host", *sorted(CLOCKS)])
