@@ -120,7 +120,10 @@ def count_distinct(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tupl
     pairs = np.stack([groups, values])
     # Where neighbours are often equal, most of the sorting is saved.
     new = np.append(True, (pairs[:, 1:] != pairs[:, :-1]).any(axis=0))[: len(groups)]
-    found, counts = np.unique(np.unique(pairs[:, new], axis=1)[0], return_counts=True)
+    pairs = pairs[:, new]
+    pairs = pairs[:, np.lexsort(pairs[::-1])]
+    different = np.append(True, (pairs[:, 1:] != pairs[:, :-1]).any(axis=0))[: pairs.shape[1]]
+    found, counts = np.unique(pairs[0, different], return_counts=True)
     return found, counts
 
 

@@ -123,14 +123,13 @@ def pipeline_shape(a: Attribution) -> Shape:
     layout = a.run.layout
     inferred = dict(layout.inferred)
     microbatches, steps = layout.microbatches, None
-    ops = a.operations
     mixed = mixed_microbatches(a)
     if mixed is not None:
         microbatches, steps, _ = mixed
         inferred["microbatches"] = f"{len(steps)} of the analysed steps have so many"
-    elif microbatches is None and (ops.microbatch >= 0).any():
-        microbatches = int(ops.microbatch.max()) + 1
-        inferred["microbatches"] = "highest micro-batch number seen"
+    elif microbatches is None and len(per_step := _microbatches_of_steps(a)[1]):
+        microbatches = int(per_step[0])
+        inferred["microbatches"] = "distinct micro-batches of a step"
     programs = [p for p in a.programs if steps is None or p.steps[0] in steps]
     orders = measured_orders(layout, programs[0]) if programs else {}
     schedule = layout.schedule
@@ -157,12 +156,7 @@ def mixed_microbatches(a: Attribution) -> tuple[int, Int, Notice] | None:
     """Where the analysed steps have different numbers of micro-batches (a batch size that grows): the one that most of
     them have, of equally frequent ones the largest; the steps that have it; and what to say. None: all have the same.
     """
-    ops = a.operations
-    rows = np.isin(ops.kind, PIPELINE_KINDS) & (ops.microbatch >= 0) & a.main[ops.window]
-    windows, counts = count_distinct(ops.window[rows], ops.microbatch[rows])
-    steps, at = np.unique(a.windows.step[windows], return_inverse=True)
-    per_step = np.zeros(len(steps), dtype=np.int64)
-    np.maximum.at(per_step, at, counts)
+    steps, per_step = _microbatches_of_steps(a)
     found, times = np.unique(per_step, return_counts=True)
     if len(found) < 2:
         return None
@@ -173,6 +167,17 @@ def mixed_microbatches(a: Attribution) -> tuple[int, Int, Notice] | None:
         f"them; the pipeline's shape, its closed form and what changes would save are of steps with {m} alone"
     )
     return m, steps[per_step == m], Notice("microbatches-differ", text)
+
+
+def _microbatches_of_steps(a: Attribution) -> tuple[Int, Int]:
+    """(analysed steps, distinct micro-batches of each); steps without any are left out."""
+    ops = a.operations
+    rows = np.isin(ops.kind, PIPELINE_KINDS) & (ops.microbatch >= 0) & a.main[ops.window]
+    windows, counts = count_distinct(ops.window[rows], ops.microbatch[rows])
+    steps, at = np.unique(a.windows.step[windows], return_inverse=True)
+    most = np.zeros(len(steps), dtype=np.int64)
+    np.maximum.at(most, at, counts)
+    return steps, most
 
 
 def _passes(a: Attribution, steps: Int | None) -> int:
