@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bubblescope.algebra.stats import usual
 from bubblescope.errors import InputError
 from bubblescope.model import Clock, Kind, Lane, Layout, Links, Names, Notice, Run, Source, SpanBuilder
 
@@ -174,7 +175,8 @@ def _layout(job: Job, work: list[Record], names: Names) -> Layout:
     places = [job.places[r] for r in ranks]
     held = {(job.places[r.rank].replica, r.stage): r.rank for r in work if r.stage >= 0}
     per_rank = Counter(rank for rank, _ in {(r.rank, r.stage) for r in work if r.stage >= 0})
-    microbatches = {r.microbatch for r in work if r.microbatch >= 0}
+    numbered = {(r.rank, r.step, r.microbatch) for r in work if r.microbatch >= 0}
+    per_step = Counter((rank, step) for rank, step, _ in numbered)
     stages = max(p.pp for p in places) + 1
     return Layout(
         ranks=np.array(ranks, dtype=np.int64),
@@ -184,7 +186,7 @@ def _layout(job: Job, work: list[Record], names: Names) -> Layout:
         host=np.array([names.intern(p.host or f"rank {r} (host unknown)") for r, p in zip(ranks, places, strict=True)]),
         stages=stages if held else None,
         chunks=max(per_rank.values()) if per_rank else None,
-        microbatches=max(microbatches) + 1 if microbatches else None,
+        microbatches=usual(np.array(list(per_step.values()))) if per_step else None,
         data_parallel=max(p.replica for p in places) + 1,
         framework=job.framework,
         device_type="cuda",

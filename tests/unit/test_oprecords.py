@@ -82,6 +82,15 @@ def test_a_generated_trace_has_the_causes_of_the_truth(tmp_path: Path) -> None:
     assert data["pipeline"]["schedule"] == "1F1B"
 
 
+def test_microbatches_counted_from_one_are_as_many_as_there_are_numbers(tmp_path: Path) -> None:
+    events = marks(TRUTH)
+    for event in events:
+        if "microbatch" in event["args"]:
+            event["args"]["microbatch"] += 1
+    (tmp_path / "x.json").write_text(json.dumps(events))
+    assert read(tmp_path / "x.json").layout.microbatches == TRUTH.shape.microbatches
+
+
 def test_tracks_that_run_alike_are_tensor_parallel_ranks(tmp_path: Path) -> None:
     events = marks(TRUTH)
     (tmp_path / "x.json").write_text(json.dumps([{**e, "tid": t} for e in events for t in (0, 1)]))
