@@ -3,8 +3,9 @@
 Over a connection of its own to the job's store, one rank of each host asks rank 0 for the time, some times over. The
 answer was given between question and reply, so half of the shortest round trip bounds the error. It runs on a thread
 of its own, in the first steps, which analysis leaves out; where there are several hosts, the end of the process group
-takes up to `END_S` longer. The thread polls, and `stop` ends it: an interpreter that exits while a thread of it is
-blocked inside the store would abort.
+takes up to `END_S` longer. An interpreter that exits while a thread of it is blocked inside the store would abort. So
+the connection is made before the thread starts, when the job has just used its store: torch goes on trying for seconds
+where a store has ended. The thread polls, and `stop` ends it before the job's store ends.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class HostClocks:
         self._world = world
         self._host_key = host_key
         self._submit = submit
-        self._address: tuple[str, int] | None = None
+        self._store: Any = None
         self._asks = False
         self._reference = ""
         self._others = 0
@@ -55,19 +56,20 @@ class HostClocks:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin the exchange of the start, on a thread of its own. Never raises."""
+        """Connect, and begin the exchange of the start on a thread of its own. Never raises."""
         try:
-            self._address = store_address()
-        except Exception:  # a torch that hides its store: then nothing bounds the clocks, and the reader says so
+            address = store_address()
+            self._store = None if address is None else connect(address, CONNECT_S)
+        except Exception:  # a store that hides, or is gone: then nothing bounds the clocks, and the reader says so
             return
-        if self._address is not None:
+        if self._store is not None:
             self._begin("start", START_S)
 
     def end(self) -> None:
         """The exchange of the end; returns after `END_S` at the latest, at once on a job of one host."""
-        if self._address is None or self._ended or not (self._asks or self._others):
-            return
         self.stop()
+        if self._ended or not (self._asks or self._others):
+            return
         self._ended = True
         self._begin("end", END_S).join(END_S + 0.5)
         self.stop()
@@ -87,10 +89,8 @@ class HostClocks:
 
     def _run(self, phase: str, limit_s: float) -> None:
         try:
-            assert self._address is not None
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = connect(self._address, min(limit_s, CONNECT_S))
-            link = _Link(store, f"bubblescope/clock/{attempt}/{phase}", limit_s, self._stopping)
+            link = _Link(self._store, f"bubblescope/clock/{attempt}/{phase}", limit_s, self._stopping)
             asks = self._register(link) if phase == "start" else self._asks
             if self._rank == 0:
                 self._answer(link, phase)
@@ -202,8 +202,7 @@ def store_address() -> tuple[str, int] | None:
 def connect(address: tuple[str, int], limit_s: float) -> Any:
     """A connection of our own: one serves one request at a time, and waiting on the job's would hold up the job.
 
-    Raises OSError where nothing listens any more: the store of a job that srun or mpirun started ends with rank 0, and
-    torch would go on trying while the interpreter exits.
+    Raises OSError at once where nothing listens any more, as after the end of rank 0 in a job of srun or mpirun.
     """
     socket.create_connection(address, limit_s).close()
     dist = sys.modules["torch"].distributed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,13 +103,39 @@ def test_ranks_of_one_host_have_nothing_to_compare(jobs: dict[str, tuple[Path, l
     assert run.notices == () and run.clock.half_width_ns == 0
 
 
-def test_a_store_that_ended_with_rank_0_holds_no_process_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As jobs of srun and mpirun end: an interpreter that exits while a thread is in torch's store would abort."""
+def test_no_thread_is_left_that_tries_to_reach_a_store_which_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As jobs of srun and mpirun end, with rank 0: torch goes on trying for seconds, and an interpreter that exits
+    meanwhile would abort."""
     import torch.distributed
 
     assert torch.distributed.is_available()
     monkeypatch.setattr(hostclocks, "store_address", lambda: ("127.0.0.1", free_port()))
     clocks = HostClocks(1, 2, "here", lambda line: None)
     clocks.start()
+    assert clocks._thread is None
+    clocks.end()
     clocks.stop()
+
+
+def test_the_thread_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is there before the thread is, and the thread has left the store when the job may end it."""
+    connected = []
+
+    class Store:
+        def add(self, key: str, amount: int) -> int:
+            return 1
+
+        def set(self, key: str, value: str) -> None:
+            pass
+
+    def connect(address: tuple[str, int], limit_s: float) -> Store:
+        connected.append(threading.current_thread())
+        return Store()
+
+    monkeypatch.setattr(hostclocks, "store_address", lambda: ("127.0.0.1", 1))
+    monkeypatch.setattr(hostclocks, "connect", connect)
+    clocks = HostClocks(0, 2, "here", lambda line: None)
+    clocks.start()
+    clocks.end()
+    assert connected == [threading.current_thread()]
     assert clocks._thread is not None and not clocks._thread.is_alive()
