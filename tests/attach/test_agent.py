@@ -339,7 +339,7 @@ def test_a_snapshot_says_where_the_main_thread_is_and_no_values(agent_process: H
 
 
 def test_a_forked_child_neither_answers_nor_keeps_the_socket_open(agent_process: Host) -> None:
-    one = agent_process("import os\nif os.fork() == 0:\n    time.sleep(30); os._exit(0)")
+    one = agent_process("import os\nif os.fork() == 0:\n    time.sleep(5); os._exit(0)")
     assert alive(one)
     one.process.send_signal(signal.SIGKILL)
     one.process.wait()
