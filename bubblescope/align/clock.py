@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bubblescope.align.hosts import apart
 from bubblescope.model import Clock, HostClock, Kind, Lane, Notice, Run
+from bubblescope.model.notice import some
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
@@ -85,7 +86,7 @@ def _solve(problem: _Problem) -> tuple[list[_Part], list[Notice]]:
         # A larger FIFO than NCCL's default buffers larger messages: without the rendezvous all may be well.
         limits = _closure(problem.limits(drift, rendezvous=False))
     if limits is None:
-        text = f"the clocks of {_listed(problem.texts)} are not aligned: messages would arrive before they were sent; "
+        text = f"the clocks of {some(problem.texts, 4)} are not aligned: messages would arrive before they were sent; "
         zero = np.zeros(1)
         alone = [_Part(np.array([i]), zero, zero, zero, zero) for i in range(len(problem.hosts))]
         return alone, [Notice(_INFEASIBLE, text + "their times are not compared")]
@@ -385,7 +386,7 @@ def _moved(run: Run, problem: _Problem, parts: list[_Part]) -> Run:
 
 
 def _apart(problem: _Problem, connected: list[Int]) -> Notice:
-    named = [_listed([problem.texts[i] for i in hosts.tolist()]) for hosts in connected]
+    named = [some([problem.texts[i] for i in hosts.tolist()], 4) for hosts in connected]
     message = (
         f"the clocks of {len(problem.hosts)} hosts are not aligned: neither messages nor collectives bound "
         f"{' | '.join(named[:4])}{' | …' if len(named) > 4 else ''} against each other; times are compared within each "
@@ -399,11 +400,7 @@ def _too_wide(problem: _Problem, hosts: Int, half: float) -> Notice:
     step_us = problem.step_ns / 1e3
     known = f"only known to ±{half / 1e3:.0f} us, more than 5 % of a step of {step_us:.0f} us"
     message = (
-        f"the offset of {_listed([problem.texts[i] for i in hosts.tolist()])} from {problem.texts[0]} is "
+        f"the offset of {some([problem.texts[i] for i in hosts.tolist()], 4)} from {problem.texts[0]} is "
         f"{known if np.isfinite(half) else 'not bounded'}; their times are not compared"
     )
     return Notice("clock-too-wide" if np.isfinite(half) else "clock-unbounded", message)
-
-
-def _listed(texts: list[str]) -> str:
-    return ", ".join(texts[:4]) + (" …" if len(texts) > 4 else "")

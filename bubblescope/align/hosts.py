@@ -15,6 +15,7 @@ from bubblescope.algebra.intervals import rows_by
 from bubblescope.align.match import arrival, match
 from bubblescope.errors import InputError
 from bubblescope.model import Layout, Links, Notice, Run
+from bubblescope.model.notice import some
 
 Int = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -196,8 +197,7 @@ def _time(ns: int) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    return f"rank{'' if len(ranks) == 1 else 's'} {listed}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {some(ranks)}"
 
 
 # --- in one unit ---------------------------------------------------------------------------------------------

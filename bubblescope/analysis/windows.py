@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bubblescope.algebra.intervals import rows_by
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Notice, Run, Spans
+from bubblescope.model.notice import some
 
 Int = NDArray[np.int64]
 
@@ -235,18 +236,14 @@ def _holes(run: Run, e: _Edges) -> list[Notice]:
     absent = int(steps[-1] - steps[0]) // stride + 1 - len(steps)
     if absent:
         numbers = (s for a, b in itertools.pairwise(steps.tolist()) for s in range(a + stride, b, stride))
-        some = _some(list(itertools.islice(numbers, 9)))
-        out.append(Notice("steps-missing", f"{absent} steps are missing of every rank: {some}"))
+        first = some(list(itertools.islice(numbers, 9)))
+        out.append(Notice("steps-missing", f"{absent} steps are missing of every rank: {first}"))
     for rank, rows in rows_by(e.rank):
         own = e.step[rows]
         lacking = np.setdiff1d(steps[(steps > own.min()) & (steps < own.max())], own)
         if len(lacking):
-            out.append(Notice("steps-missing", f"rank {rank} lacks {len(lacking)} steps: {_some(lacking.tolist())}"))
+            out.append(Notice("steps-missing", f"rank {rank} lacks {len(lacking)} steps: {some(lacking.tolist())}"))
     return out
-
-
-def _some(values: list[int]) -> str:
-    return ", ".join(map(str, values[:8])) + (" …" if len(values) > 8 else "")
 
 
 def _edge_notices(run: Run, e: _Edges) -> tuple[Notice, ...]:

@@ -22,6 +22,7 @@ from bubblescope.attach.discover import Rank
 from bubblescope.attach.early import Early, EndedEarly
 from bubblescope.attach.kineto_daemon import DIRECTORY_VARIABLE, Endpoint
 from bubblescope.errors import AttachError, InputError
+from bubblescope.model.notice import some
 from bubblescope.views.format import counted
 
 DEFAULT_POLL_SECONDS = 10.0
@@ -133,13 +134,13 @@ def _await_ready(ranks: Sequence[Rank], endpoints: _Endpoints, early: Early, tel
     silent = [rank for rank in ranks if rank.pid not in seen]
     if silent:
         raise AttachError(
-            f"{_some([rank.label for rank in silent])} did not ask for a trace in {patience:.0f} s",
+            f"{some([rank.label for rank in silent], 4, count_rest=True)} did not ask for a trace in {patience:.0f} s",
             hint=_why_silent(silent[0]),
         )
     busy = [rank.label for rank in ranks if not seen[rank.pid].ready]
     if busy:
         raise AttachError(
-            f"a trace is running already, by the job itself or by somebody else, in {_some(busy)}",
+            f"a trace is running already, by the job itself or by somebody else, in {some(busy, 4, count_rest=True)}",
             hint="wait until that has ended: two profilers in one process crash it",
         )
 
@@ -151,10 +152,6 @@ def _why_silent(rank: Rank) -> str:
             "makes there have names too long for the kernel; start the job with a shorter one"
         )
     return "KINETO_USE_DAEMON=1 works when it is set before the job starts, in a torch with Kineto"
-
-
-def _some(labels: Sequence[str]) -> str:
-    return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
 
 
 # ---- the two kinds of window

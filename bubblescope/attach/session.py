@@ -15,6 +15,7 @@ from bubblescope.attach import client, discover, inject, kineto, numbering, proc
 from bubblescope.attach.discover import Rank
 from bubblescope.attach.early import Early, EndedEarly, ends_early
 from bubblescope.errors import AttachError, InputError, UsageError
+from bubblescope.model.notice import some
 from bubblescope.views.format import counted
 
 WAYS = ("auto", "agent", "kineto", "inject", "gdb")
@@ -211,7 +212,7 @@ def _was(ranks: Sequence[Rank]) -> str:
 
 
 def _some(ranks: Sequence[Rank]) -> str:
-    return ", ".join(rank.label for rank in ranks[:3]) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
+    return some([rank.label for rank in ranks], 3, count_rest=True)
 
 
 # ---- injecting the agent

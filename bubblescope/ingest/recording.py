@@ -41,6 +41,7 @@ from bubblescope.model import (
     Spans,
 )
 from bubblescope.model.layers import LayerTime
+from bubblescope.model.notice import some
 
 Int = NDArray[np.int64]
 
@@ -473,7 +474,8 @@ def _agree_on_pipelines(files: list[_File], notices: list[Notice]) -> None:
             if settled_as is not None and tuple(settled_as.pp_ranks) == pipeline:
                 continue
             file.layout = settled_as
-            message = f"rank {file.rank}: its layout, a pipeline of ranks {_some(pipeline)}, contradicts other ranks'"
+            said = some(pipeline, count_rest=True)
+            message = f"rank {file.rank}: its layout, a pipeline of ranks {said}, contradicts other ranks'"
             how = "; theirs is used" if settled_as is not None else "; it is not used"
             notices.append(Notice("layout-contradicts", message + how, str(file.path)))
 
@@ -499,7 +501,7 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
     layout = _layout(files, names, spans)
     missing = layout.missing_ranks
     if missing:
-        message = f"{len(missing)} of {layout.world_size} ranks have no file: {_some(missing)}"
+        message = f"{len(missing)} of {layout.world_size} ranks have no file: {some(missing, count_rest=True)}"
         notices.append(Notice("rank-missing", message, str(found[0].parent)))
     return Run(
         spans=spans,
@@ -510,11 +512,6 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
         notices=tuple(notices),
         source=_source(files, origin, layers),
     )
-
-
-def _some(values: Sequence[int]) -> str:
-    more = f" and {len(values) - 8} more" if len(values) > 8 else ""
-    return ", ".join(map(str, values[:8])) + more
 
 
 def _source(files: list[_File], origin: int, layers: list[LayerTime]) -> Source:
@@ -561,7 +558,8 @@ def _file_notices(file: _File) -> list[Notice]:
     partial = [step.step for step in file.steps if step.partial and not step.eval]
     if partial:
         ending = f" ({file.end.error})" if file.end is not None and file.end.error else ""
-        message = f"rank {file.rank}: step {_some(partial)} had not ended when recording stopped{ending}; left out"
+        which = some(partial, count_rest=True)
+        message = f"rank {file.rank}: step {which} had not ended when recording stopped{ending}; left out"
         made.append(Notice("step-partial", message, where))
     for label, why in sorted(_refused(file).items()):
         made.append(Notice("hook-refused", f"rank {file.rank}: {label} is not recorded: {why}", where))

@@ -25,6 +25,7 @@ from bubblescope.label.evidence import Int, backward_evidence, issue_time, launc
 from bubblescope.label.habits import B, F, Habits
 from bubblescope.label.messages import partners
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
+from bubblescope.model.notice import some
 
 _AGREE = 0.8
 """The least part of all sends that fit one stage per GPU."""
@@ -454,13 +455,13 @@ class _Flow:
         if lost := self.steps - found.keys():
             message = (
                 f"in {len(lost)} (pipeline, step) pairs the messages of the micro-batches do not make whole chains; "
-                f"their operations are not numbered (steps {_some(lost)})"
+                f"their operations are not numbered (steps {_steps(lost)})"
             )
             out.append(Notice("microbatch-uncertain", message))
         if untold := {key for key, chains in found.items() if not chains.how}:
             message = (
                 f"in {len(untold)} (pipeline, step) pairs several micro-batches wait for their backward, and no "
-                f"sequence number tells whose turn it is: the backwards are not numbered (steps {_some(untold)})"
+                f"sequence number tells whose turn it is: the backwards are not numbered (steps {_steps(untold)})"
             )
             out.append(Notice("microbatch-uncertain", message))
         return out
@@ -520,9 +521,9 @@ def _between_two(run: Run) -> Run:
     return replace(run, spans=spans.with_columns(peer=peer))
 
 
-def _some(keys: set[tuple[int, int]]) -> str:
+def _steps(keys: set[tuple[int, int]]) -> str:
     steps = sorted({step for _, step in keys})
-    return ", ".join(map(str, steps[:5])) + (" …" if len(steps) > 5 else "")
+    return some(steps, 5)
 
 
 def _placed(layout: Layout, path: list[int], chunks: int) -> Layout:

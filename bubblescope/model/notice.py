@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,3 +18,14 @@ class Notice:
     code: str
     message: str
     where: str = ""
+
+
+def some(values: Sequence[object], most: int = 8, *, count_rest: bool = False) -> str:
+    """The first values, for a message.
+
+    >>> some([1, 2]), some([1, 2, 3], 2), some([1, 2, 3], 2, count_rest=True)
+    ('1, 2', '1, 2 …', '1, 2 and 1 more')
+    """
+    rest = len(values) - most
+    more = "" if rest <= 0 else f" and {rest} more" if count_rest else " …"
+    return ", ".join(map(str, values[:most])) + more

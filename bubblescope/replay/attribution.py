@@ -339,6 +339,7 @@ def _local_causes(
     spans = run.spans
     moving = np.maximum(local_transfer(run), collective_transfer(run))
     by_rank = dict(rows_by(spans.rank))
+    lacks_ranks = bool(run.layout.missing_ranks)
     for rank, rows in rows_by(windows.rank[w]):
         mine = intervals.without_gaps(by_rank[rank])
         own, moved = spans.take(mine), moving[mine]
@@ -367,7 +368,7 @@ def _local_causes(
             known = within(data) + within(collective) + within(p2p)
             after = _after_all(own.start_ns[device], own.end_ns[device], start[rows], end[rows])
             over = np.where(before[rows] < 0, after, 0)
-            if run.layout.missing_ranks:
+            if lacks_ranks:
                 first = _before_all(own.start_ns[device], start[rows], end[rows])
                 over += np.where(start[rows] == windows.start_ns[w[rows]], first, 0)
             causes[rows, CAUSE_INDEX["host_launch"]] = np.maximum(idle[rows] - known - over, 0)
