@@ -91,7 +91,7 @@ def collect(ranks: Sequence[Rank], plan: Plan, early: Early, tell: Tell) -> Trac
         endpoints = _endpoints(ranks, stack)
         _await_ready(ranks, endpoints, early, tell)
         if plan.seconds is not None:
-            made = _by_duration(ranks, plan, endpoints, early)
+            made = _by_duration(ranks, plan, endpoints, early, tell)
         else:
             made = _by_iterations(ranks, plan, endpoints, early, tell)
     if not made.files:
@@ -157,15 +157,30 @@ def _why_silent(rank: Rank) -> str:
 # ---- the two kinds of window
 
 
-def _by_duration(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early: Early) -> Traces:
-    """One start time for all, late enough that each rank has fetched its config and warmed up."""
+def _by_duration(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early: Early, tell: Tell) -> Traces:
+    """One start time for all, late enough that each rank has fetched its config and warmed up. A busy machine can
+    make a rank too late for it all the same: then once more for all, with more time."""
     assert plan.seconds is not None
-    lead = max(map(poll_seconds, ranks)) + WARMUP_SECONDS + MARGIN_SECONDS
-    text = (
-        f"PROFILE_START_TIME={int((time.time() + lead) * 1000)}\n"
-        f"ACTIVITIES_DURATION_MSECS={max(1, round(plan.seconds * 1000))}\n"
-    )
-    return _round(ranks, plan.folder, endpoints, text, lead + plan.seconds, early)
+    poll = max(map(poll_seconds, ranks))
+    for margin in (MARGIN_SECONDS, 4 * MARGIN_SECONDS):
+        lead = poll + WARMUP_SECONDS + margin
+        text = (
+            f"PROFILE_START_TIME={int((time.time() + lead) * 1000)}\n"
+            f"ACTIVITIES_DURATION_MSECS={max(1, round(plan.seconds * 1000))}\n"
+        )
+        made = _round(ranks, plan.folder, endpoints, text, lead + plan.seconds, early)
+        late = [rank.label for rank in ranks if rank.label in made.lost and process.exists(rank.pid)]
+        if early or not late:
+            return made
+        if margin == MARGIN_SECONDS:
+            more = math.ceil(poll + WARMUP_SECONDS + 4 * MARGIN_SECONDS + plan.seconds) + 5
+            tell(
+                f"no trace of {some(late, 4, count_rest=True)} ({made.lost[late[0]]}); again, for all ranks: the job "
+                f"must not end within the next {more} s"
+            )
+            for path in made.files:
+                path.unlink()
+    return made
 
 
 def _by_iterations(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early: Early, tell: Tell) -> Traces:

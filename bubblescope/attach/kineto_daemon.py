@@ -143,6 +143,8 @@ class Endpoint:
         """Give each of these processes its config at its next poll, once."""
         with self._lock:
             self._state.pending.update(configs)
+            for pid in configs:
+                self._state.taken.pop(pid, None)
 
     def withdraw(self) -> None:
         """Take back what nobody has fetched."""
@@ -155,7 +157,7 @@ class Endpoint:
             return dict(self._state.seen)
 
     def taken(self) -> dict[int, float]:
-        """Processes that have fetched their config, and when (monotonic seconds)."""
+        """Processes that have fetched their newest config, and when (monotonic seconds)."""
         with self._lock:
             return dict(self._state.taken)
 
@@ -187,19 +189,24 @@ class Endpoint:
         if request is None or not sender or uid not in self._uids or pid != request.pids[0]:
             self._state.ignored += 1
             return
-        answer = message("ctxt", _COUNT.pack(1)) if request.kind == "ctxt" else self._config(request)
-        with contextlib.suppress(OSError):  # gone, or its buffer is full: it asks again
+        text = "" if request.kind == "ctxt" else self._config(request)
+        answer = message("ctxt", _COUNT.pack(1)) if request.kind == "ctxt" else message("req", text.encode())
+        try:
             self._socket.sendto(answer, socket.MSG_DONTWAIT, sender)
+        except OSError:  # gone, or its buffer is full: it asks again
+            return
+        if text:
+            with self._lock:
+                self._state.pending.pop(request.pids[0], None)
+                self._state.taken[request.pids[0]] = time.monotonic()
 
-    def _config(self, request: Request) -> bytes:
+    def _config(self, request: Request) -> str:
+        """What waits for that process, "" for nothing; it stays until it has been sent."""
         pid, now = request.pids[0], time.monotonic()
         with self._lock:
             before = self._state.seen.get(pid)
             self._state.seen[pid] = Poll(now, request.ready, 1 if before is None else before.polls + 1)
-            text = self._state.pending.pop(pid, "") if request.ready else ""
-            if text:
-                self._state.taken[pid] = now
-        return message("req", text.encode())
+            return self._state.pending.get(pid, "") if request.ready else ""
 
 
 def _sender(extra: list[tuple[int, int, bytes]]) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def test_kineto_writes_a_trace_per_rank_and_a_report(window: tuple[str, str], ki
     done = attach(kineto_job, str(kineto_job.folder), "--via", "kineto", *window, "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "must not end within" in done.stderr
-    assert "Kineto traced 4 ranks" in done.stdout
+    assert "Kineto traced 4 ranks" in done.stdout, done.stdout + done.stderr
     assert sorted(p.name for p in (out / "traces").iterdir()) == [f"rank-{r}.pt.trace.json" for r in range(4)]
     made = report(out)
     assert made["source"]["ranks"] == [0, 1, 2, 3]
