@@ -22,8 +22,7 @@ from bubblescope.attach.discover import Rank
 from bubblescope.attach.early import Early, EndedEarly
 from bubblescope.attach.kineto_daemon import DIRECTORY_VARIABLE, Endpoint
 from bubblescope.errors import AttachError, InputError
-from bubblescope.model.notice import some
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted, some
 
 DEFAULT_POLL_SECONDS = 10.0
 WARMUP_SECONDS = 1

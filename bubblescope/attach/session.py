@@ -15,8 +15,7 @@ from bubblescope.attach import client, discover, inject, kineto, numbering, proc
 from bubblescope.attach.discover import Rank
 from bubblescope.attach.early import Early, EndedEarly, ends_early
 from bubblescope.errors import AttachError, InputError, UsageError
-from bubblescope.model.notice import some
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted, some
 
 WAYS = ("auto", "agent", "kineto", "inject", "gdb")
 DEFAULT_SECONDS = 5.0

@@ -13,7 +13,7 @@ from bubblescope.attach import client, process
 from bubblescope.attach.discover import Rank
 from bubblescope.attach.early import Early
 from bubblescope.errors import AttachError, BubblescopeError
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted
 
 EXTRA_STEPS = 3
 """Recorded beyond what was asked for: a step that was open when the last rank joined, and the first of each rank,

@@ -12,8 +12,7 @@ import click
 from bubblescope.cli.analyze import Outputs, deliver, make_report
 from bubblescope.cli.output import OUTPUT_FOLDER, FiniteRange, json_option, results, warn
 from bubblescope.errors import AttachError, InputError
-from bubblescope.model.notice import Notice
-from bubblescope.views.format import counted
+from bubblescope.model.notice import Notice, counted
 
 if TYPE_CHECKING:
     from bubblescope.attach.session import Attached

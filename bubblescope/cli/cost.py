@@ -10,6 +10,7 @@ import click
 from bubblescope.cli.output import FiniteRange, json_option, results, write_json
 from bubblescope.cost.prices import Loss, loss
 from bubblescope.errors import UsageError
+from bubblescope.model.notice import counted
 from bubblescope.views.format import plain
 
 
@@ -69,7 +70,7 @@ def _loss(seconds: float, *, steps: int, gpus: int, price: float | None) -> Loss
 def _lines(found: Loss, *, gpus: int, currency: str) -> list[str]:
     lines = [
         f"{found.hours_per_gpu:,.2f} hours per GPU ({found.days:,.2f} days of delay)",
-        f"{found.gpu_hours:,.2f} GPU-hours on {gpus:,} GPU{'' if gpus == 1 else 's'}",
+        f"{found.gpu_hours:,.2f} GPU-hours on {counted(gpus, 'GPU')}",
     ]
     if found.money is None:
         lines.append("no money figure: give your own --price-per-gpu-hour")

@@ -16,7 +16,7 @@ from bubblescope.cli import demo_worker
 from bubblescope.cli.analyze import Outputs, check_outputs, deliver, make_report
 from bubblescope.cli.output import OUTPUT_FOLDER, json_option, progress, results, writing
 from bubblescope.errors import ScheduleError, UsageError
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted
 
 
 def parse_imbalance(texts: tuple[str, ...], stages: int) -> dict[int, float]:

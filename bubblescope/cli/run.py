@@ -15,7 +15,7 @@ from bubblescope.capture import notes
 from bubblescope.capture.environment import FRAMEWORKS, Settings, parse_ranks
 from bubblescope.cli.output import OUTPUT_FOLDER, json_option, write_json
 from bubblescope.errors import UsageError
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted
 
 
 @click.command(

@@ -18,7 +18,7 @@ from bubblescope.cli.output import (
 )
 from bubblescope.errors import InputError, ScheduleError, UsageError
 from bubblescope.model.kinds import SHORT
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,7 @@ import msgspec
 
 from bubblescope.ingest import recording
 from bubblescope.model import Notice
-from bubblescope.views.format import counted
+from bubblescope.model.notice import counted
 
 MIB = 2**20
 MOST_HELD = 64 * MIB

@@ -8,6 +8,7 @@ from typing import Any
 
 from bubblescope.cost import prices
 from bubblescope.live.watcher import ENDED, MISSING, SILENT, TRAINING, RankState, Snapshot
+from bubblescope.model.notice import counted
 from bubblescope.report.build import Report
 from bubblescope.views import format as fmt
 from bubblescope.views.html.tables import MOST_ROWS, Table
@@ -129,7 +130,7 @@ def _total_figure(snapshot: Snapshot) -> Figure:
         return Figure("Lost so far", fmt.MISSING, "no step has been counted yet", False)
     hours = totals.lost_gpu_hours
     price = snapshot.options.price_per_gpu_hour
-    steps = f"{fmt.counted(totals.steps, 'step')} counted, from step {totals.first_step:,} on"
+    steps = f"{counted(totals.steps, 'step')} counted, from step {totals.first_step:,} on"
     note = f"{steps}, {len(totals.gpus):,} GPUs seen"
     if price is None:
         return Figure("Lost so far", fmt.gpu_hours(hours), note)

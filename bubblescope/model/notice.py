@@ -29,3 +29,11 @@ def some(values: Sequence[object], most: int = 8, *, count_rest: bool = False) -
     rest = len(values) - most
     more = "" if rest <= 0 else f" and {rest} more" if count_rest else " …"
     return ", ".join(map(str, values[:most])) + more
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """
+    >>> counted(1, "GPU"), counted(1200, "rank"), counted(2, "micro-batch", "micro-batches")
+    ('1 GPU', '1,200 ranks', '2 micro-batches')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -13,7 +13,7 @@ from bubblescope.model.clock import Clock
 from bubblescope.model.layout import Layout
 from bubblescope.model.links import Links
 from bubblescope.model.names import Names
-from bubblescope.model.notice import Notice
+from bubblescope.model.notice import Notice, counted
 from bubblescope.model.spans import Spans
 
 
@@ -74,19 +74,15 @@ class Run:
     def _facts(self) -> list[str]:
         steps = np.unique(self.spans.step[self.spans.step >= 0])
         return [
-            _count(len(self.ranks), "rank"),
-            _count(len(steps), "step"),
-            _count(len(self.spans), "span"),
+            counted(len(self.ranks), "rank"),
+            counted(len(steps), "step"),
+            counted(len(self.spans), "span"),
             self.layout.schedule or "schedule not known",
             self.source.format or "no source",
-            _count(len(self.notices), "notice"),
+            counted(len(self.notices), "notice"),
         ]
 
     @property
     def ranks(self) -> list[int]:
         """Ranks that have spans, ascending."""
         return [int(r) for r in np.unique(self.spans.rank)]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"

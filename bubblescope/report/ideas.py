@@ -10,6 +10,7 @@ import numpy as np
 
 from bubblescope.errors import InputError, ScheduleError, UsageError
 from bubblescope.model.layers import LayerTime
+from bubblescope.model.notice import counted
 from bubblescope.replay import whatif
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.repartition import Repartition, measured_layers, repartition
@@ -260,7 +261,7 @@ def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
             {"microbatches": wanted, "step_seconds_per_same_work": per_work},
             (
                 f"the global batch {'grows' if wanted > now else 'shrinks'} from {now} to {wanted} {batches}; "
-                f"the saving is per {now} micro-batch{'' if now == 1 else 'es'}",
+                f"the saving is per {counted(now, 'micro-batch', 'micro-batches')}",
                 "what is outside the pipeline (optimizer, host, data) costs the same per step",
             ),
             memory_note(b.model, schedule),

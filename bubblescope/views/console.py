@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from bubblescope.model.notice import counted
 from bubblescope.views import format as fmt
 from bubblescope.views.summary import FirstScreen, first_screen, stage_causes
 from bubblescope.views.words import CAUSE, CAUSES
@@ -81,7 +82,7 @@ def _notices(report: ReportLike) -> list[RenderableType]:
     count = len((report.data.get("source") or {}).get("warnings") or [])
     if not count:
         return []
-    return [Text(f"{count} notice{'s' if count > 1 else ''}: see the report or --json", "yellow")]
+    return [Text(f"{counted(count, 'notice')}: see the report or --json", "yellow")]
 
 
 def _bars(report: ReportLike) -> list[RenderableType]:

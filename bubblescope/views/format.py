@@ -25,14 +25,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return (MINUS if value < 0 else "") + text
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """
-    >>> counted(1, "GPU"), counted(1200, "rank"), counted(2, "micro-batch", "micro-batches")
-    ('1 GPU', '1,200 ranks', '2 micro-batches')
-    """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def percent(value: float | None, digits: int = 1) -> str:
     """
     >>> percent(0.27272), percent(-0.001)
