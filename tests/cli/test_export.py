@@ -23,7 +23,6 @@ from tests.support.cli_runner import Runner
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 
 TRUTH = simulate(Shape(steps=2))
-needs_tools = pytest.mark.skipif(not board.there(), reason=board.MISSING)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +182,7 @@ def test_the_picture_is_a_png_with_a_row_a_gpu(report: Report) -> None:
     assert raster.png(picture).startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@needs_tools
+@pytest.mark.real
 def test_the_real_tensorboard_lists_and_opens_what_we_write(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "tb"
     done = board.python("-m", "bubblescope", "analyze", folder, "--tensorboard", out)
@@ -236,7 +235,7 @@ def test_with_the_time_given_the_same_input_gives_the_same_bytes(
     assert json.loads(made[0]["report.json"])["created"] == "2023-11-14T22:13:20Z"
 
 
-@needs_tools
+@pytest.mark.real
 def test_with_the_time_given_tensorboard_s_files_are_the_same_too(folder: Path, tmp_path: Path) -> None:
     made = []
     for name in ("a", "b"):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import comparison, tensorboard
+from tests.support import comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.skipif(not tensorboard.there(), reason=tensorboard.MISSING)
+@pytest.mark.real
 def test_our_idle_is_the_truth_and_others_call_waiting_work(tmp_path: Path) -> None:
     rows, sentence = comparison.compare(tmp_path)
     assert [r.true_idle for r in rows] == pytest.approx([46.55, 45.67, 45.67, 20.26], abs=0.01)

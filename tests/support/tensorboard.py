@@ -17,11 +17,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(os.environ.get("BUBBLESCOPE_TOOLS", ROOT / ".venv-tools"))
-MISSING = f"{TOOLS} is not there; scripts/test makes it"
-
-
-def there() -> bool:
-    return (TOOLS / "bin" / "tensorboard").exists()
 
 
 class Board:
@@ -53,10 +48,16 @@ class Board:
         return list(found.get("runs", []))
 
 
+def _program(name: str) -> Path:
+    path = TOOLS / "bin" / name
+    assert path.exists(), f"{path} is not there: scripts/test makes it"
+    return path
+
+
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Board]:
     """TensorBoard over `folder` on a free port of this machine."""
-    command = [TOOLS / "bin" / "tensorboard", "--logdir", folder, "--host", "127.0.0.1", "--port", "0"]
+    command = [_program("tensorboard"), "--logdir", folder, "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         try:
             yield Board(_address(process))
@@ -78,7 +79,5 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 def python(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Python of the tools' environment; `env` is added to this one's."""
-    command = [TOOLS / "bin" / "python", *arguments]
+    command = [_program("python"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **(env or {})})
-
-
