@@ -66,20 +66,23 @@ def complement(a: Set, low: int, high: int) -> Set:
     ([0, 3, 6], [2, 5, 8])
     """
     s, e = clip(a, low, high)
-    starts = np.concatenate(([low], e)).astype(np.int64)
-    ends = np.concatenate((s, [high])).astype(np.int64)
-    keep = ends > starts
-    return starts[keep], ends[keep]
+    starts, ends = np.concatenate(([low], e)), np.concatenate((s, [high]))
+    # What lies between two intervals of a set is never empty; what lies before or after all may be.
+    inner = slice(int(ends[0] <= starts[0]), len(s) + int(ends[-1] > starts[-1]))
+    return starts[inner], ends[inner]
 
 
 def clip(a: Set, low: int, high: int) -> Set:
-    """`a` within [low, high)."""
+    """`a` within [low, high): views of it where no interval is cut."""
     i = int(np.searchsorted(a[1], low, side="right"))
     j = int(np.searchsorted(a[0], high, side="left"))
-    s = np.maximum(a[0][i:j], low)
-    e = np.minimum(a[1][i:j], high)
-    keep = e > s
-    return s[keep], e[keep]
+    if j <= i or high <= low:
+        return EMPTY
+    s, e = a[0][i:j], a[1][i:j]
+    if s[0] < low or e[-1] > high:
+        s, e = s.copy(), e.copy()
+        s[0], e[-1] = max(s[0], low), min(e[-1], high)
+    return s, e
 
 
 def intersect(a: Set, b: Set) -> Set:
@@ -123,10 +126,13 @@ def measure_before(a: Set, points: ArrayLike) -> Int:
     x = np.asarray(points, dtype=np.int64)
     if len(a[0]) == 0:
         return np.zeros(x.shape, dtype=np.int64)
-    done = np.concatenate(([0], np.cumsum(a[1] - a[0])))
-    i = np.searchsorted(a[0], x, side="right")
-    inside = np.where(i > 0, np.minimum(x, a[1][np.maximum(i - 1, 0)]) - a[0][np.maximum(i - 1, 0)], 0)
-    result: Int = done[np.maximum(i - 1, 0)] + inside
+    length = a[1] - a[0]
+    done = np.cumsum(length) - length
+    i = np.searchsorted(a[0], x, side="right") - 1
+    at = np.maximum(i, 0)
+    inside = np.minimum(x, a[1][at])
+    inside -= a[0][at]
+    result: Int = done[at] + np.where(i >= 0, inside, 0)
     return result
 
 
@@ -142,11 +148,18 @@ def without_gaps(rows: Int) -> Int | slice:
 
 
 def rows_by(key: NDArray[np.integer]) -> list[tuple[int, Int]]:
-    """Row numbers of each distinct key, ascending in both; one sort, however many keys there are.
+    """Row numbers of each distinct key, ascending in both; one sort, however many keys there are, and none of keys in
+    order.
 
     >>> [(k, rows.tolist()) for k, rows in rows_by(np.array([7, 3, 7]))]
     [(3, [1]), (7, [0, 2])]
     """
-    order = np.argsort(key, kind="stable")
-    keys, first = np.unique(key[order], return_index=True)
-    return [(int(k), rows) for k, rows in zip(keys, np.split(order, first[1:]), strict=True)] if len(keys) else []
+    if len(key) == 0:
+        return []
+    if np.all(key[1:] >= key[:-1]):
+        order = np.arange(len(key))
+    else:
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+    begins = np.flatnonzero(key[1:] != key[:-1]) + 1
+    return list(zip(key[np.append(0, begins)].tolist(), np.split(order, begins), strict=True))

@@ -66,3 +66,19 @@ def test_clip_and_complement_share_out_the_window(raw: list[tuple[int, int]], lo
 def test_measure_before_counts_the_points_on_the_left(raw: list[tuple[int, int]], at: list[int]) -> None:
     got = intervals.measure_before(made(raw), np.array(at, dtype=np.int64))
     assert got.tolist() == [len({x for x in points(raw) if x < y}) for y in at]
+
+
+def test_clipping_what_lies_inside_copies_nothing_and_cutting_changes_no_original() -> None:
+    whole = made([(0, 3), (5, 9)])
+    inside = intervals.clip(whole, 0, 9)
+    assert np.shares_memory(inside[0], whole[0])
+    assert covered(intervals.clip(whole, 1, 7)) == {1, 2, 5, 6}
+    assert covered(whole) == {0, 1, 2, 5, 6, 7, 8}
+
+
+@given(st.lists(st.integers(-3, 3), max_size=12), st.booleans())
+def test_rows_by_shares_out_all_rows_in_order(keys: list[int], in_order: bool) -> None:
+    key = np.array(sorted(keys) if in_order else keys, dtype=np.int16)
+    found = {k: rows.tolist() for k, rows in intervals.rows_by(key)}
+    assert found == {k: [i for i, x in enumerate(key.tolist()) if x == k] for k in sorted(set(keys))}
+    assert list(found) == sorted(found)
