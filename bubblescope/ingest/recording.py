@@ -11,29 +11,26 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.algebra import stats
 from bubblescope.errors import InputError
-from bubblescope.ingest import hostclocks, recorded_rows, settled
+from bubblescope.ingest import recorded_rows, settled
 from bubblescope.ingest.combined import split_combined
-from bubblescope.ingest.identity import MOST_RANKS
 from bubblescope.ingest.parallel import Executor, attempt, over_files
+from bubblescope.ingest.recorded_clocks import clock as clock_of
+from bubblescope.ingest.recorded_clocks import on_host_clock
 from bubblescope.ingest.recorded_layers import take_layers
+from bubblescope.ingest.recorded_lines import EndLine, File, LayoutLine, StepLine, take
+from bubblescope.ingest.recorded_links import links
 from bubblescope.model import (
     BACKWARD_KINDS,
-    Clock,
-    HostClock,
     Kind,
-    Lane,
     Layout,
-    Links,
     Names,
     Notice,
     Run,
@@ -45,131 +42,10 @@ from bubblescope.model.notice import some
 
 Int = NDArray[np.int64]
 
-SCHEMA_VERSION = 1
-"""The newest that this reader understands."""
-
 _FILE = re.compile(r"rank-\d+(\.\d+(-\d+)?)?\.jsonl\Z")
 _HEADER = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"kind"\s*:\s*"header"')
-_HOST_LANES = (int(Lane.HOST), int(Lane.RANGE))
-_MAX_DRIFT = 1e-3
-"""Clocks differ by parts per million; a steeper line comes from damaged rows."""
 
-
-class _Columns(msgspec.Struct):
-    kind: list[str]
-    lane: list[str]
-    stage: list[int]
-    chunk: list[int]
-    microbatch: list[int]
-    start_ns: list[int]
-    end_ns: list[int]
-    peer: list[int]
-    bytes: list[int]
-    group: list[int]
-    seq: list[int]
-    device: list[int]
-    name: list[int]
-    host_start_ns: list[int] | None = None
-    host_end_ns: list[int] | None = None
-
-
-_NO_COLUMNS = _Columns([], [], [], [], [], [], [], [], [], [], [], [], [])
-"""In place of lists that were packed into arrays, so that memory holds them once."""
-
-
-class _Header(msgspec.Struct, tag="header", tag_field="kind"):
-    rank: int
-    clock: tuple[int, int]
-    schema_version: int = SCHEMA_VERSION
-    world: int | None = None
-    host: str = ""
-    boot_id: str = ""
-    pid: int = -1
-    job: str = ""
-    framework: str = ""
-    versions: dict[str, str] = {}
-    hooks: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-
-
-class _Device(msgspec.Struct):
-    type: str = ""
-    index: int = 0
-    name: str = ""
-
-
-class _Layout(msgspec.Struct, tag="layout", tag_field="kind"):
-    stages: list[int]
-    num_stages: int
-    microbatches: int
-    pp_ranks: list[int]
-    stage_ranks: list[int]
-    schedule: str = ""
-    schedule_class: str = ""
-    device: _Device = msgspec.field(default_factory=_Device)
-
-
-class _Step(msgspec.Struct, tag="step", tag_field="kind"):
-    step: int
-    columns: _Columns
-    texts: list[str]
-    warmup: bool = False
-    partial: bool = False
-    eval: bool = False
-    marked: bool = False
-    timing: str = "host"
-    own_ns: int = 0
-    clock: tuple[int, int] | None = None
-    seen_ns: int | None = None
-    hits: dict[str, int] = {}
-    dropped: dict[str, int] = {}
-    warnings: list[str] = []
-
-
-class _End(msgspec.Struct, tag="end", tag_field="kind"):
-    steps: int = 0
-    error: str = ""
-    clock: tuple[int, int] | None = None
-    lost_lines: int = 0
-    hits: dict[str, int] = {}
-    dropped: dict[str, int] = {}
-    warnings: list[str] = []
-
-
-_Line = _Header | _Layout | _Step | _End | hostclocks.Reading
-_decoder = msgspec.json.Decoder(_Line)
-
-
-@dataclass
-class _File:
-    """What one file said. spans: its rows, once all lines are taken (`rows`: until then); `names` are theirs alone."""
-
-    path: Path
-    header: _Header
-    layout: _Layout | None = None
-    steps: list[_Step] = field(default_factory=list)
-    rows: list[recorded_rows.Rows] = field(default_factory=list)
-    spans: Spans = field(default_factory=Spans.empty)
-    names: Names = field(default_factory=Names)
-    end: _End | None = None
-    readings: list[hostclocks.Reading] = field(default_factory=list)
-    notices: list[Notice] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.header.rank
-
-    @property
-    def host_key(self) -> str:
-        """Ranks with the same key share one monotonic clock."""
-        return self.header.boot_id or self.header.host
-
-    @property
-    def last_step(self) -> int:
-        return max((s.step for s in self.steps if not s.partial), default=-1)
-
-
-_Parsed = tuple[_File | None, list[Notice]]
+_Parsed = tuple[File | None, list[Notice]]
 """What one file gives: nothing without a header; and what is wrong with it."""
 
 # ---- public
@@ -236,7 +112,7 @@ def is_rank_file(path: Path) -> bool:
 
 
 def _assemble(results: Iterable[tuple[str, _Parsed | InputError]], found: list[Path]) -> Run:
-    files: list[_File] = []
+    files: list[File] = []
     notices: list[Notice] = []
     errors: list[InputError] = []
     for path, result in results:
@@ -300,7 +176,7 @@ def _parse(where: str, data: bytes) -> _Parsed:
     """All whole lines of one file, and what is wrong with it; no file when there is not even a header. Raises
     InputError when the header is one of a newer version, or impossible."""
     path = Path(where)
-    made: _File | None = None
+    made: File | None = None
     notices: list[Notice] = []
     lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     tail = lines.pop()
@@ -308,12 +184,12 @@ def _parse(where: str, data: bytes) -> _Parsed:
     for number, raw in enumerate(lines, start=1):
         if not raw.strip():
             continue
-        made, problem = _take(path, raw, made)
+        made, problem = take(path, raw, made)
         if problem:
             skipped.append(f"line {number} ({problem})")
     if tail.strip():
         # Without its newline a line may be cut, or being written just now; taken when it is whole all the same.
-        made, problem = _take(path, tail, made)
+        made, problem = take(path, tail, made)
         if problem:
             notices.append(_tail_notice(path, made, len(tail)))
     if skipped:
@@ -327,104 +203,21 @@ def _parse(where: str, data: bytes) -> _Parsed:
     return made, notices
 
 
-def _tail_notice(path: Path, made: _File | None, size: int) -> Notice:
+def _tail_notice(path: Path, made: File | None, size: int) -> Notice:
     who = f"rank {made.rank}" if made is not None else path.name
     last = f"after step {made.steps[-1].step}" if made is not None and made.steps else "before any step"
     message = f"{who}: the file ends in {size} bytes of an unfinished line {last}; that line is lost"
     return Notice("tail-cut", message, str(path))
 
 
-def _take(path: Path, raw: bytes, made: _File | None) -> tuple[_File | None, str]:
-    """Add one line to the file's value; returns it, and what is wrong with the line ("" = nothing)."""
-    try:
-        line = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse_newer(path, raw)
-        return made, str(error)[:120]
-    if isinstance(line, _Header):
-        _refuse_newer(path, raw)
-        if made is not None:
-            return made, "a second header"
-        problem = _header_problem(line)
-        if problem:
-            raise InputError(
-                f"its header names {problem}",
-                hint="the file is damaged, or was not written by bubblescope's recorder: record this rank again",
-                where=str(path),
-            )
-        return _File(path, line), ""
-    if made is None:
-        return None, "no header before it"
-    if isinstance(line, _Layout):
-        problem = _layout_problem(line, made.header.world)
-        if not problem:
-            made.layout = line
-        return made, problem
-    if isinstance(line, _End):
-        made.end = line
-        return made, ""
-    if isinstance(line, hostclocks.Reading):
-        if not hostclocks.sane(line):
-            return made, "an impossible clock reading"
-        made.readings.append(line)
-        return made, ""
-    problem = _range_problem(line)
-    rows = problem or recorded_rows.pack(line.columns, len(line.texts))
-    if isinstance(rows, str):
-        return made, rows
-    if made.layout is not None and rows.numbers["stage"].max(initial=-1) >= made.layout.num_stages:
-        return made, f"a stage out of range of its {made.layout.num_stages}"
-    line.columns = _NO_COLUMNS
-    made.steps.append(line)
-    made.rows.append(rows)
-    return made, ""
-
-
-def _refuse_newer(path: Path, raw: bytes) -> None:
-    found = re.match(rb'\{"kind":\s*"header",\s*"schema_version":\s*(\d{1,9})\b', raw)
-    if found and int(found[1]) > SCHEMA_VERSION:
-        raise InputError(
-            f"the recording has schema_version {int(found[1])}, this bubblescope reads up to {SCHEMA_VERSION}",
-            hint="upgrade bubblescope on this machine to the version that recorded it",
-            where=str(path),
-        )
-
-
-def _header_problem(header: _Header) -> str:
-    if header.world is not None and not 1 <= header.world <= MOST_RANKS:
-        return f"a world size of {header.world}"
-    if not 0 <= header.rank < (header.world or MOST_RANKS):
-        of = f" of a job of {header.world} ranks" if header.world is not None else ""
-        return f"rank {header.rank}{of}"
-    return "" if all(0 <= value < 2**61 for value in header.clock) else f"the clock reading {header.clock}"
-
-
-def _layout_problem(line: _Layout, world: int | None) -> str:
-    if not 1 <= line.microbatches < 2**31:
-        return f"{line.microbatches} micro-batches"
-    if len(line.stage_ranks) != line.num_stages or not line.pp_ranks or not line.stages:
-        return "stages and ranks do not fit together"
-    if not all(0 <= stage < line.num_stages for stage in line.stages):
-        return f"a stage out of range of its {line.num_stages}"
-    if not all(0 <= rank < (world or MOST_RANKS) for rank in (*line.pp_ranks, *line.stage_ranks)):
-        return "a rank in it is out of range"
-    return "" if len(set(line.pp_ranks)) == len(line.pp_ranks) else "a rank stands twice in its pipeline"
-
-
-def _range_problem(line: _Step) -> str:
-    if not -1 <= line.step < 2**31:
-        return f"step {line.step} is out of range"
-    return "a number out of range" if abs(line.seen_ns or 0) >= recorded_rows.MAX_NS else ""
-
-
 # ---- which files belong to the run
 
 
-def _one_job(files: list[_File], notices: list[Notice]) -> list[_File]:
+def _one_job(files: list[File], notices: list[Notice]) -> list[File]:
     """The job with most ranks, of equal ones the newest, when a folder holds several (a restart, a second run into
     the same folder, a file that strayed in). Plain torchrun gives every run of a machine the same identity: then runs
     are told apart by their size."""
-    jobs: dict[tuple[str, int | None], list[_File]] = defaultdict(list)
+    jobs: dict[tuple[str, int | None], list[File]] = defaultdict(list)
     for file in files:
         jobs[file.header.job, file.header.world].append(file)
     if len(jobs) < 2:
@@ -438,12 +231,12 @@ def _one_job(files: list[_File], notices: list[Notice]) -> list[_File]:
     return chosen
 
 
-def _began(group: list[_File]) -> int:
+def _began(group: list[File]) -> int:
     return max(file.header.clock[1] for file in group)
 
 
-def _one_per_rank(files: list[_File], notices: list[Notice]) -> list[_File]:
-    ranks: dict[int, list[_File]] = defaultdict(list)
+def _one_per_rank(files: list[File], notices: list[Notice]) -> list[File]:
+    ranks: dict[int, list[File]] = defaultdict(list)
     for file in files:
         ranks[file.rank].append(file)
     chosen = []
@@ -457,14 +250,14 @@ def _one_per_rank(files: list[_File], notices: list[Notice]) -> list[_File]:
     return chosen
 
 
-def _agree_on_pipelines(files: list[_File], notices: list[Notice]) -> None:
+def _agree_on_pipelines(files: list[File], notices: list[Notice]) -> None:
     """A rank is in one pipeline: where layouts contradict each other, the one that most of its ranks state holds for
     all of them, and for a rank that none of the others has in its pipeline its own is left out."""
-    stated: dict[tuple[int, ...], list[_File]] = defaultdict(list)
+    stated: dict[tuple[int, ...], list[File]] = defaultdict(list)
     for file in files:
         if file.layout is not None:
             stated[tuple(file.layout.pp_ranks)].append(file)
-    placed: dict[int, _Layout | None] = {}
+    placed: dict[int, LayoutLine | None] = {}
     for pipeline, members in sorted(stated.items(), key=lambda item: (-len(item[1]), item[0])):
         if not placed.keys() & set(pipeline):
             placed |= dict.fromkeys(pipeline, members[0].layout)
@@ -483,13 +276,13 @@ def _agree_on_pipelines(files: list[_File], notices: list[Notice]) -> None:
 # ---- building the run
 
 
-def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
+def _build(files: list[File], notices: list[Notice], found: list[Path]) -> Run:
     names = Names()
     for file in files:
         notices.extend(_file_notices(file))
     notices.extend(_rank_notices(files))
     parts = [_renamed(file, names) for file in files]
-    clock, moves = _clock(files)
+    clock, moves = clock_of(files)
     parts = [move(part) for part, move in zip(parts, moves, strict=True)]
     spans = Spans.concat(parts).sorted()
     if all(file.layout is None for file in files):
@@ -507,14 +300,14 @@ def _build(files: list[_File], notices: list[Notice], found: list[Path]) -> Run:
         spans=spans,
         names=names,
         layout=layout,
-        links=_links(spans),
+        links=links(spans),
         clock=clock,
         notices=tuple(notices),
         source=_source(files, origin, layers),
     )
 
 
-def _source(files: list[_File], origin: int, layers: list[LayerTime]) -> Source:
+def _source(files: list[File], origin: int, layers: list[LayerTime]) -> Source:
     steps = [step for file in files for step in file.steps]
     warmup = sorted({step.step for step in steps if step.warmup and not step.eval})
     hits: Counter[str] = Counter()
@@ -541,10 +334,10 @@ def _source(files: list[_File], origin: int, layers: list[LayerTime]) -> Source:
     )
 
 
-def _file_notices(file: _File) -> list[Notice]:
+def _file_notices(file: File) -> list[Notice]:
     where = str(file.path)
     made = []
-    lines: list[_Step | _End] = [*file.steps, *([file.end] if file.end else [])]
+    lines: list[StepLine | EndLine] = [*file.steps, *([file.end] if file.end else [])]
     dropped: Counter[str] = Counter()
     for line in lines:
         dropped.update(line.dropped)
@@ -566,12 +359,12 @@ def _file_notices(file: _File) -> list[Notice]:
     return [*made, *file.notices]
 
 
-def _refused(file: _File) -> dict[str, str]:
+def _refused(file: File) -> dict[str, str]:
     refused = file.header.hooks.get("refused", {})
     return {str(k): str(v) for k, v in refused.items()} if isinstance(refused, dict) else {}
 
 
-def _rank_notices(files: list[_File]) -> list[Notice]:
+def _rank_notices(files: list[File]) -> list[Notice]:
     """Ranks that stopped before the others: killed, crashed, or their file was cut."""
     most = max(file.last_step for file in files)
     ended = [file for file in files if file.end is not None]
@@ -589,12 +382,12 @@ def _rank_notices(files: list[_File]) -> list[Notice]:
     return made
 
 
-def _renamed(file: _File, names: Names) -> Spans:
+def _renamed(file: File, names: Names) -> Spans:
     to = file.names.mapping_to(names)
     return file.spans.with_columns(name=to[file.spans.name], group=to[file.spans.group])
 
 
-def _spans_of(file: _File) -> Spans:
+def _spans_of(file: File) -> Spans:
     parts = []
     bad = combined = 0
     for step, rows in zip(file.steps, file.rows, strict=True):
@@ -616,10 +409,10 @@ def _spans_of(file: _File) -> Spans:
         )
         file.notices.append(Notice("combined-split", message, str(file.path)))
     spans = settled.join_evaluations(Spans.concat(parts), file.names)
-    return _on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans
+    return on_host_clock(file, spans) if any(step.timing == "events" for step in file.steps) else spans
 
 
-def _spans_of_step(file: _File, step: _Step, rows: recorded_rows.Rows) -> Spans:
+def _spans_of_step(file: File, step: StepLine, rows: recorded_rows.Rows) -> Spans:
     texts = np.array([file.names.intern(text) for text in step.texts] or [0], dtype=np.int64)
     return Spans.from_columns(
         len(rows),
@@ -639,120 +432,16 @@ def _shift(spans: Spans, by_ns: int) -> Spans:
     return spans.with_columns(start_ns=spans.start_ns + by_ns, end_ns=spans.end_ns + by_ns)
 
 
-# ---- clocks
-
-
-def _on_host_clock(file: _File, spans: Spans) -> Spans:
-    """Put device times on the host's clock.
-
-    Each event ran no earlier than the host recorded it; the largest (host - device) of a stretch is thus close
-    to the true offset whenever the device had run out of work in it. A line through those of up to 16 stretches
-    gives offset and drift.
-    """
-    centres, bounds = [], []
-    for step, rows in zip(file.steps, file.rows, strict=True):
-        if step.partial or not len(rows.host_start_ns):
-            continue
-        host, device = rows.host_start_ns, rows.numbers["start_ns"]
-        on_device = (host >= 0) & ~np.isin(rows.lane, _HOST_LANES)
-        if on_device.any():
-            centres.append(int(device[on_device].mean()))
-            bounds.append(int((host - device)[on_device].max()))
-    if not bounds:
-        return spans
-    centre, offset, drift = envelope(np.array(centres), np.array(bounds))
-    device_rows = ~np.isin(spans.lane, _HOST_LANES)
-
-    def moved(times: Int) -> Int:
-        shift = offset + np.rint((times - centre) * drift).astype(np.int64)
-        return np.where(device_rows, times + shift, times)
-
-    return spans.with_columns(start_ns=moved(spans.start_ns), end_ns=moved(spans.end_ns))
-
-
-def envelope(times: Int, bounds: Int) -> tuple[int, int, float]:
-    """(centre, offset, drift) of the line above lower bounds `bounds` at `times`: offset at centre, drift per ns.
-
-    With fewer than 8 points the drift is 0.
-
-    >>> envelope(np.array([0, 10]), np.array([3, 5]))
-    (5, 5, 0.0)
-    """
-    centre = int(times.mean())
-    if len(times) < 8:
-        return centre, int(bounds.max()), 0.0
-    blocks = np.array_split(np.argsort(times, kind="stable"), min(16, len(times) // 2))
-    tops = np.array([block[np.argmax(bounds[block])] for block in blocks])
-    drift = float(np.polyfit((times[tops] - centre).astype(float), bounds[tops].astype(float), 1)[0])
-    if not abs(drift) <= _MAX_DRIFT:
-        drift = 0.0
-    residual = bounds[tops] - np.rint((times[tops] - centre) * drift).astype(np.int64)
-    return centre, int(np.median(residual)), drift
-
-
-def _clock(files: list[_File]) -> tuple[Clock, list[_Move]]:
-    """What to add to each file's times. Ranks of one host share a clock, and must not be moved against each other."""
-    anchors: dict[str, tuple[int, str]] = {}
-    readings: dict[str, list[hostclocks.Reading]] = {}
-    for file in files:
-        perf, wall = file.header.clock
-        anchors.setdefault(file.host_key, (wall - perf, file.header.host))
-        readings.setdefault(file.host_key, []).extend(file.readings)
-    related = hostclocks.relations(readings) if len(anchors) > 1 else None
-    if related is not None and related[0] in anchors:
-        return _related(files, anchors, *related)
-    one = len(anchors) == 1
-    hosts = tuple(
-        HostClock(host, 0 if one else offset, 0.0, 0 if one else None, 0 if one else None)
-        for offset, host in anchors.values()
-    )
-    how = "all ranks share one host's clock" if one else "each host's own wall clock; nothing bounds their offsets"
-    return Clock(hosts, one, how), [_Move(hostclocks.Relation(), anchors[file.host_key][0]) for file in files]
-
-
-def _related(
-    files: list[_File],
-    anchors: dict[str, tuple[int, str]],
-    reference: str,
-    relations: dict[str, hostclocks.Relation],
-) -> tuple[Clock, list[_Move]]:
-    """All hosts on the clock of rank 0's, by the readings that the job took."""
-    base = anchors[reference][0]
-    hosts = []
-    for key, (own, host) in anchors.items():
-        found = relations[key]
-        # Against this host's own wall clock, so that the figure means something to people.
-        offset = found.offset_ns + base - own
-        hosts.append(HostClock(host, offset, found.drift, offset - found.half_ns, offset + found.half_ns))
-    how = "rank 0's clock, read over the job's store at the start and the end"
-    return Clock(tuple(hosts), True, how), [_Move(relations[file.host_key], base) for file in files]
-
-
-@dataclass(frozen=True)
-class _Move:
-    """From a rank's monotonic time to Unix time on the reference host's clock."""
-
-    relation: hostclocks.Relation
-    base_ns: int
-
-    def __call__(self, spans: Spans) -> Spans:
-        start, end = spans.start_ns, spans.end_ns
-        return spans.with_columns(
-            start_ns=start + self.relation.at(start) + self.base_ns,
-            end_ns=end + self.relation.at(end) + self.base_ns,
-        )
-
-
 # ---- layout
 
 
-def _layout(files: list[_File], names: Names, spans: Spans) -> Layout:
+def _layout(files: list[File], names: Names, spans: Spans) -> Layout:
     known = [(file, file.layout) for file in files if file.layout is not None]
     inferred = {"microbatches": "micro-batches seen in most steps"}
     shape = None if known else settled.shape_of(spans)
     if shape is not None:
         of_stage, ranks = shape
-        layout = _Layout(list(range(len(of_stage))), len(of_stage), _microbatches(spans) or 0, ranks, of_stage)
+        layout = LayoutLine(list(range(len(of_stage))), len(of_stage), _microbatches(spans) or 0, ranks, of_stage)
         known = [(file, layout) for file in files if file.rank in ranks]
         inferred["stages"] = "which rank ran which stage"
     pipelines = sorted({tuple(layout.pp_ranks) for _, layout in known})
@@ -784,7 +473,7 @@ def _layout(files: list[_File], names: Names, spans: Spans) -> Layout:
     )
 
 
-def _per_rank(files: list[_File], layouts: dict[int, _Layout], value: Any) -> Int:
+def _per_rank(files: list[File], layouts: dict[int, LayoutLine], value: Any) -> Int:
     return np.array([value(layouts[f.rank], f.rank) if f.rank in layouts else -1 for f in files], dtype=np.int64)
 
 
@@ -802,84 +491,3 @@ def _microbatches(spans: Spans) -> int | None:
     found, counts = stats.count_distinct(of_rank, spans.microbatch[rows].astype(np.int64))
     first = np.unique(found // ranks, return_index=True)[1]
     return stats.usual(np.maximum.reduceat(counts, first))
-
-
-# ---- links
-
-
-def _links(spans: Spans) -> Links:
-    p2p, waits = _messages(spans)
-    return Links(p2p=p2p, p2p_wait=waits, collective=_collectives(spans))
-
-
-def _messages(spans: Spans) -> tuple[Int, Int]:
-    """Pairs (send, receive) of POST rows, and the WAIT rows of the same messages.
-
-    A message is known by step, source, destination and `seq`, in which both ends write direction, consuming stage,
-    micro-batch and tensor; the k-th of equal ones (evaluation has step -1 throughout) pairs with the k-th.
-    """
-    messages = spans.where(kind=(Kind.SEND, Kind.RECV)) & (spans.seq >= 0)
-    send = spans.kind == Kind.SEND
-    source = np.where(send, spans.rank, spans.peer)
-    target = np.where(send, spans.peer, spans.rank)
-    ends = {
-        (lane, kind): np.flatnonzero(messages & (spans.lane == lane) & (spans.kind == kind))
-        for lane in (Lane.POST, Lane.WAIT)
-        for kind in (Kind.SEND, Kind.RECV)
-    }
-    rows = np.concatenate(list(ends.values()))
-    key = _ids([spans.step[rows], source[rows], target[rows], spans.seq[rows]])
-    part = np.repeat(np.arange(len(ends)), [len(r) for r in ends.values()])
-    key = _ids([key, _occurrence(_ids([key, part]))])
-    keys = {end: key[part == i] for i, end in enumerate(ends)}
-    post_send, post_recv = (Lane.POST, Kind.SEND), (Lane.POST, Kind.RECV)
-    both, at_send, at_recv = np.intersect1d(keys[post_send], keys[post_recv], assume_unique=True, return_indices=True)
-    pairs = np.column_stack([ends[post_send][at_send], ends[post_recv][at_recv]]).astype(np.int64)
-    waits = np.column_stack(
-        [_lookup(both, keys[(Lane.WAIT, kind)], ends[(Lane.WAIT, kind)]) for kind in (Kind.SEND, Kind.RECV)]
-    ).astype(np.int64)
-    return pairs, waits
-
-
-def _collectives(spans: Spans) -> Int:
-    """(instance, row): the k-th collective of a group within a step is one operation in all its ranks."""
-    rows = np.flatnonzero(spans.where(kind=Kind.COLLECTIVE) & (spans.seq >= 0))
-    if not len(rows):
-        return np.empty((0, 2), dtype=np.int64)
-    own = _ids([spans.step[rows], spans.group[rows], spans.rank[rows]])
-    instance = _ids([spans.step[rows], spans.group[rows], _occurrence(own)])
-    return np.column_stack([instance, rows]).astype(np.int64)
-
-
-def _ids(columns: Sequence[NDArray[Any]]) -> Int:
-    """One number for each distinct combination, the same for equal ones."""
-    made = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, at = np.unique(column, return_inverse=True)
-        made = np.unique(made * max(len(values), 1) + at.reshape(-1), return_inverse=True)[1].reshape(-1)
-    return made
-
-
-def _occurrence(keys: Int) -> Int:
-    """0 for the first of equal keys, 1 for the second, …
-
-    >>> _occurrence(np.array([7, 3, 7, 7])).tolist()
-    [0, 0, 1, 2]
-    """
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(keys) else np.empty(0, np.int64)
-    counted = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
-    made = np.empty(len(keys), dtype=np.int64)
-    made[order] = counted
-    return made
-
-
-def _lookup(wanted: Int, keys: Int, rows: Int) -> Int:
-    """rows[i] where keys[i] == wanted, else -1. Keys are distinct."""
-    if not len(keys):
-        return np.full(len(wanted), -1, dtype=np.int64)
-    order = np.argsort(keys, kind="stable")
-    at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
-    hit = keys[order][at] == wanted
-    return np.where(hit, rows[order][at], -1)
