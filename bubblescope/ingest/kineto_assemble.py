@@ -22,6 +22,7 @@ from bubblescope.ingest.quarantine import quarantine, repeated
 from bubblescope.ingest.steps import Steps
 from bubblescope.ingest.usernames import USER_STEPS
 from bubblescope.model import Kind, Lane, Names, Notice, Spans
+from bubblescope.model.spans import joined
 
 Mask = NDArray[np.bool_]
 _LOST = 0.02
@@ -43,17 +44,21 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     names = Names()
     table = _Table(scan, events, CommNames.of(options), who, names, tuple(r for r in options.names if r.kind is None))
     pieces, timing, notices = _pieces(table)
-    spans = Spans.concat(pieces)
-    del pieces
-    launch = _launch_links(spans)
-    steps = _steps(table, spans, launch)
+    marked = _profiler_steps(table)
     del table, events
     scan.events = scan.events.take(np.empty(0, dtype=np.int64))
+    spans = Spans.moved(pieces)
+    launch = _launch_links(spans)
+    steps = marked or _found_steps(spans, launch, names)
     spans = _stepped(spans, steps, launch, all_host=timing != "kernels")
     marks, columns = _step_rows(steps, names), spans.columns()
     del spans
-    spans = Spans.remade(columns, lambda name, column: np.concatenate([column, getattr(marks, name)]))
-    spans = spans.with_columns(start_ns=spans.start_ns + scan.base_ns, end_ns=spans.end_ns + scan.base_ns)
+
+    def finished(name: str, column: NDArray[Any]) -> NDArray[Any]:
+        whole = joined([column, getattr(marks, name)])
+        return whole + scan.base_ns if name in ("start_ns", "end_ns") else whole
+
+    spans = Spans.remade(columns, finished)
     return Part(
         path=scan.path,
         rank=-1 if who.rank is None else who.rank,
@@ -187,6 +192,8 @@ class _Table:
 
 def _narrow(values: Int) -> Int:
     """Thread and stream ids are for display; those beyond 31 bits are folded."""
+    if values.dtype == np.int32:
+        return values
     return np.where(np.abs(values) < 1 << 31, values, values & 0x7FFFFFFF).astype(np.int64)
 
 
@@ -556,12 +563,10 @@ def _launch_links(spans: Spans) -> Int:
     return np.stack([hosts[at[found]], devices[found]], axis=1).astype(np.int64)
 
 
-def _steps(table: _Table, spans: Spans, launch: Int) -> Steps | None:
-    """The best evidence there is: ProfilerStep, optimizer ranges, optimizer kernels, period, all as one."""
+def _found_steps(spans: Spans, launch: Int, names: Names) -> Steps | None:
+    """Where no ProfilerStep tells, the best evidence there is: optimizer ranges, optimizer kernels, period, all as
+    one."""
     busy = np.flatnonzero(spans.where(lane=Lane.COMPUTE))
-    found = _profiler_steps(table)
-    if found is not None:
-        return found
     ends = spans.end_ns[spans.where(kind=Kind.OPTIMIZER, lane=Lane.RANGE)]
     if len(spans) and len(ends):
         on_host = len(launch) > 0 or bool(np.any(spans.lane == Lane.POST))
@@ -572,7 +577,6 @@ def _steps(table: _Table, spans: Spans, launch: Int) -> Steps | None:
     if len(busy) == 0:
         return None
     busy = busy[np.argsort(spans.start_ns[busy], kind="stable")]
-    names = table.names
     adam = np.array([bool(step_finder.OPTIMIZER_KERNEL.search(t)) for t in names.texts])[spans.name[busy]]
     ends = step_finder.optimizer_kernel_ends(adam, spans.end_ns[busy])
     on_device = spans.device >= 0

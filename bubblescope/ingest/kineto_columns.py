@@ -85,6 +85,10 @@ class _Held:
         """All rows."""
         return {name: array[: self._rows] for name, array in self._arrays.items()}
 
+    def given_up(self) -> Block:
+        """All rows, without room for more; nothing remains here."""
+        return {name: _trimmed(name, self._arrays.pop(name)[: self._rows]) for name in COLUMNS}
+
     def keep(self, block: Block) -> None:
         """Only these rows of `columns()` remain."""
         self._arrays, self._rows = block, len(block["cat"])
@@ -236,8 +240,7 @@ class Columns:
         arrows = [] if self.numbered else self._arrows
         if self.on_device and not self.numbered and not arrows:
             self._held.keep(self._used(self._held.columns()))
-        columns = {name: _narrowed(name, column) for name, column in self._held.columns().items()}
-        scan = Scan(self.path, Events(**columns), self.names, self.comms, head, self.processes)
+        scan = Scan(self.path, Events(**self._held.given_up()), self.names, self.comms, head, self.processes)
         scan.dropped, scan.lost = self._reasons(), self.lost
         scan.arrows = np.array(arrows, dtype=np.int64).reshape(-1, 4)
         return scan
@@ -383,7 +386,7 @@ def _fits(values: NDArray[Any]) -> bool:
     return bool(values.min(initial=0) >= _NARROW.min and values.max(initial=0) <= _NARROW.max)
 
 
-def _narrowed(name: str, column: NDArray[Any]) -> NDArray[Any]:
-    """In 32 bits where these hold what is left of a column that had wider values once."""
+def _trimmed(name: str, column: NDArray[Any]) -> NDArray[Any]:
+    """A copy of its own, in 32 bits where these hold what is left of a column that had wider values once."""
     wider = name not in _TYPES and column.dtype != np.int32
-    return column.astype(np.int32) if wider and _fits(column) else column
+    return column.astype(np.int32 if wider and _fits(column) else column.dtype)

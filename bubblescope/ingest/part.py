@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bubblescope.errors import InputError
 from bubblescope.ingest.steps import MARKS
 from bubblescope.model import Clock, Kind, Lane, Layout, Links, Names, Notice, Run, Source, Spans
+from bubblescope.model.spans import is_one_value
 
 Int = NDArray[np.int64]
 _INSIDE = 0.9
@@ -54,15 +55,16 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     if not any(p.timing for p in parts):
         raise _nothing_timed(parts)
     names = Names()
-    spans = Spans.concat([_renamed(p, names) for p in parts])
     offsets = np.cumsum([0, *(len(p.spans) for p in parts)])
     launch = np.concatenate([p.launch + offset for p, offset in zip(parts, offsets, strict=False)])
+    pieces = [_renamed(p, names) for p in parts]
     given.clear()
     parts = [replace(p, spans=Spans.empty()) for p in parts]
+    spans = Spans.moved(pieces)
     order, launch = _order(spans, launch)
     columns = spans.columns()
     del spans
-    spans = Spans.remade(columns, lambda _, column: column[order])
+    spans = Spans.remade(columns, lambda _, column: column if is_one_value(column) else column[order])
     layout = _layout(parts, names, seen)
     notices.extend(_missing(layout))
     spans, agreed = _agree_on_steps(spans, parts)
@@ -209,7 +211,7 @@ def _renamed(part: Part, names: Names) -> Spans:
     return part.spans.with_columns(
         name=to[part.spans.name],
         group=to[part.spans.group],
-        rank=np.full(len(part.spans), part.rank, dtype=np.int32),
+        rank=np.broadcast_to(np.int32(part.rank), len(part.spans)),
     )
 
 

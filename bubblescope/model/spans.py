@@ -140,9 +140,17 @@ class Spans:
     @classmethod
     def concat(cls, parts: Sequence[Spans]) -> Spans:
         """All rows of all parts, in order. The parts must share one `Names` table."""
+        return cls.moved(list(parts))
+
+    @classmethod
+    def moved(cls, parts: list[Spans]) -> Spans:
+        """As `concat`, but the parts are taken out of the list: where nothing else holds them, memory has one column
+        twice, and not all."""
         if len(parts) <= 1:
-            return parts[0] if parts else cls.empty()
-        return cls(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in COLUMNS})
+            return parts.pop() if parts else cls.empty()
+        columns = [part.columns() for part in parts]
+        parts.clear()
+        return cls(**{f: joined([given.pop(f) for given in columns]) for f in COLUMNS})
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """All columns by name."""
@@ -161,6 +169,24 @@ class Spans:
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Spans))
+
+
+def is_one_value(column: NDArray[Any]) -> bool:
+    """Whether this column is one value in memory that stands for all rows, as `Spans.from_columns` makes of scalars."""
+    return column.strides == (0,)
+
+
+def joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """One column of several; those that are one and the same value stay one value in memory.
+
+    >>> joined([np.broadcast_to(7, 2), np.broadcast_to(7, 3)]).strides, joined([np.array([7]), np.array([8])]).tolist()
+    ((0,), [7, 8])
+    """
+    filled = [column for column in columns if len(column)] or list(columns[:1])
+    first = filled[0]
+    if all(is_one_value(column) and column[0] == first[0] for column in filled):
+        return np.broadcast_to(first[0], sum(map(len, filled)))
+    return np.concatenate(filled)
 
 
 class SpanBuilder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from bubblescope.errors import InputError
 from bubblescope.ingest import kineto_scan, part, read
 from bubblescope.ingest.kineto_assemble import assemble
 from bubblescope.model import Kind, Lane, Run
+from bubblescope.model.spans import is_one_value
+from tests.support.kineto_bulk import Bulk, pieces
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kineto"
@@ -172,3 +175,26 @@ def test_memory_holds_a_large_file_once(tmp_path: Path) -> None:
 
 def test_an_empty_run_passes_through_every_pass() -> None:
     assert len(prepare(Run.empty()).spans) == 0
+
+
+def test_spans_are_not_held_beside_the_events_that_they_are_made_of() -> None:
+    """Of a gigabyte of trace each of both takes half of what the process needs."""
+    small, large = ([p.encode() for p in pieces(Bulk(size))] for size in (300_000, 15_000_000))
+    assemble(kineto_scan.scan_blocks(small, "rank1.json"))  # imports what is needed
+    tracemalloc.start()
+    try:
+        scan = kineto_scan.scan_blocks(large, "rank1.json")
+        events = sum(getattr(scan.events, name).nbytes for name in scan.events.__dataclass_fields__)
+        tracemalloc.reset_peak()
+        spans = assemble(scan).spans
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.1 * (events + sum(column.nbytes for column in spans.columns().values()))
+
+
+def test_columns_of_one_rank_that_say_nothing_take_no_memory(tmp_path: Path) -> None:
+    write(tmp_path, {0: traces(simulate(Shape(stages=2)))[0]})
+    spans = read(tmp_path).spans
+    assert [name for name in ("rank", "stage", "chunk", "microbatch") if not is_one_value(getattr(spans, name))] == []
+    assert len(spans) > 10
