@@ -29,11 +29,7 @@ class Group:
 
 
 class Tensor:
-    def numel(self) -> int:
-        return 6
-
-    def element_size(self) -> int:
-        return 4
+    nbytes = 24
 
 
 class Model:
@@ -127,6 +123,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
 
 def events(recorder: Recorder) -> list[tuple[Lane, Kind, int, int]]:
     found = []
+    recorder.settle()
     for lane, _, _, _, _, _, labels in recorder.rule.current.events:
         found += [(lane, label.kind, label.stage, label.microbatch) for label in labels]
     return found

@@ -80,7 +80,7 @@ class _Engine:
     group: str
     device: dict[str, Any]
     counted: dict[tuple[str, int], int] = field(default_factory=dict)
-    queued: list[Label] = field(default_factory=list)
+    queued: list[_Sent] = field(default_factory=list)
     loss_from: Any = None
 
     @property
@@ -235,16 +235,19 @@ class _Compute:
         if not recorder.rule.current.sampled:
             return None
         state.loss_from = None
-        return state.stage(phase), microbatch, recorder.mark()
+        return phase, microbatch, recorder.mark()
 
     def after(self, token: tuple[int, int, Any], result: Any) -> None:
-        stage, microbatch, start = token
-        recorder = self._recorder
+        phase, microbatch, start = token
+        recorder, kind = self._recorder, self._kind
         end = recorder.mark()
-        cut = self._state.loss_from if self._kind is Kind.FORWARD else None
-        recorder.add(Lane.COMPUTE, start, end if cut is None else cut, (Label(self._kind, stage, microbatch),))
+        cut = self._state.loss_from if kind is Kind.FORWARD else None
+        recorder.add(Lane.COMPUTE, start, end if cut is None else cut, (self._labels, (kind, phase, microbatch)))
         if cut is not None:
-            recorder.add(Lane.COMPUTE, cut, end, (Label(Kind.LOSS, stage, microbatch),))
+            recorder.add(Lane.COMPUTE, cut, end, (self._labels, (Kind.LOSS, phase, microbatch)))
+
+    def _labels(self, kind: Kind, phase: int, microbatch: int) -> tuple[Label, ...]:
+        return (Label(kind, self._state.stage(phase), microbatch),)
 
 
 def _measure_loss(recorder: Recorder, engine: Any, state: _Engine) -> None:
@@ -287,32 +290,46 @@ class _Message:
         buffer, phase, microbatch, size, start = token
         recorder, state = self._recorder, self._state
         end = recorder.mark()
+        sent = (self, phase, microbatch, self._bytes(buffer) if size < 0 else size)
+        labels = (_message_labels, (sent,))
+        if state.virtual:
+            recorder.add(Lane.POST, start, end, labels)
+            state.queued.append(sent)
+            return
+        recorder.add(Lane.POST, start, start, labels)
+        recorder.add(Lane.WAIT, start, end, labels)
+
+    def _bytes(self, buffer: int) -> int:
+        payload = self._engine.pipe_buffers[self._payload][buffer]
+        if not isinstance(payload, list | tuple):
+            return getattr(payload, "nbytes", -1)
+        found = [t.nbytes for t in payload if hasattr(t, "nbytes")]
+        return sum(found) if found else -1
+
+    def label(self, phase: int, microbatch: int, size: int) -> Label:
+        state = self._state
         own = state.stage(phase)
         onward = 1 if self._direction == "act" else -1
         other = own + onward if self._kind is Kind.SEND else own - onward
         consumer = other if self._kind is Kind.SEND else own
-        label = Label(
+        return Label(
             self._kind,
             own,
             microbatch,
             self._direction,
             state.rank_of(other),
-            self._bytes(buffer) if size < 0 else size,
+            size,
             state.group,
             message_number(microbatch, consumer, state.stages, self._direction == "grad"),
         )
-        if state.virtual:
-            recorder.add(Lane.POST, start, end, (label,))
-            state.queued.append(label)
-            return
-        recorder.add(Lane.POST, start, start, (label,))
-        recorder.add(Lane.WAIT, start, end, (label,))
 
-    def _bytes(self, buffer: int) -> int:
-        payload = self._engine.pipe_buffers[self._payload][buffer]
-        tensors = payload if isinstance(payload, list | tuple) else [payload]
-        found = [t for t in tensors if hasattr(t, "element_size")]
-        return sum(int(t.numel() * t.element_size()) for t in found) if found else -1
+
+_Sent = tuple[_Message, int, int, int]
+"""What was sent or received: by which instruction, phase, micro-batch, bytes."""
+
+
+def _message_labels(*sent: _Sent) -> tuple[Label, ...]:
+    return tuple(message.label(*what) for message, *what in sent)
 
 
 class _Commit:
@@ -326,7 +343,7 @@ class _Commit:
         return self._recorder.mark() if self._state.queued else None
 
     def after(self, start: Any, result: Any) -> None:
-        self._recorder.add(Lane.WAIT, start, self._recorder.mark(), tuple(self._state.queued))
+        self._recorder.add(Lane.WAIT, start, self._recorder.mark(), (_message_labels, tuple(self._state.queued)))
         self._state.queued.clear()
 
 

@@ -268,6 +268,6 @@ def group_name(group: Any, ranks: list[int]) -> str:
 
 def _size(payload: Any) -> int:
     try:
-        return int(payload.numel() * payload.element_size())
-    except AttributeError:
+        return int(payload.nbytes)
+    except (AttributeError, RuntimeError):  # a list; a sparse tensor
         return -1

@@ -104,8 +104,9 @@ def _add_rows(job: Job, call: _Call, end: Any) -> None:
     if ahead is not None and ahead.loss_from is not None:
         until = ahead.loss_from
         add(Lane.COMPUTE, until, end, (Label(Kind.LOSS, job.stage(ahead.chunk), ahead.microbatch),))
+    job.recorder.settle()
     seen = enumerate(call.buffer.events[call.first :], call.first)
-    messages = [(place, event) for place, event in seen if getattr(event[6][0], "kind", None) in _MESSAGES]
+    messages = [(place, event) for place, event in seen if event[6] and event[6][0].kind in _MESSAGES]
     first = next((i for i, (_, event) in enumerate(messages) if event[0] is Lane.POST), len(messages))
     begun = messages[first - 1][1][2] if first else call.start
     handed_over, done = (messages[first][0], messages[first][1][1]) if first < len(messages) else (sys.maxsize, until)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from bubblescope.capture.hooks.megatron.job import Forward, Job
+from bubblescope.capture.hooks.shared import timed
 from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Kind, Lane
 
@@ -17,20 +19,20 @@ def hook_compute(job: Job) -> None:
             return None
         chunk = _virtual_rank() if chunk is None else chunk
         number = job.count("F", chunk) if microbatch is None else microbatch
-        running.append(Forward(number, chunk, recorder.mark()))
-        return running[-1]
+        op = Forward(number, chunk, recorder.mark())
+        running.append(op)
+        return op
 
     def forward_ends(op: Forward, result: Any) -> None:
         end = recorder.mark()
         running.clear()
         output = result[0] if isinstance(result, tuple) else result
+        microbatch, chunk, cut = op.microbatch, op.chunk, op.loss_from
         if rule.current.index >= 0:
-            job.made(output, op.microbatch, op.chunk)
-        stage = job.stage(op.chunk)
-        to = end if op.loss_from is None else op.loss_from
-        recorder.add(Lane.COMPUTE, op.start, to, (Label(Kind.FORWARD, stage, op.microbatch),))
-        if op.loss_from is not None:
-            recorder.add(Lane.COMPUTE, op.loss_from, end, (Label(Kind.LOSS, stage, op.microbatch),))
+            job.made(output, microbatch, chunk)
+        recorder.add(Lane.COMPUTE, op.start, end if cut is None else cut, (labels, (Kind.FORWARD, microbatch, chunk)))
+        if cut is not None:
+            recorder.add(Lane.COMPUTE, cut, end, (labels, (Kind.LOSS, microbatch, chunk)))
 
     def forward_fails(op: Any) -> None:
         running.clear()
@@ -41,16 +43,11 @@ def hook_compute(job: Job) -> None:
         running[-1].loss_from = recorder.mark()
         return True
 
-    def backward(output: Any) -> tuple[int, int, Any] | None:
-        if not rule.current.sampled:
-            return None
-        microbatch, chunk = job.maker(output)
-        return microbatch, chunk, recorder.mark()
+    def labels(kind: Kind, microbatch: int, chunk: int) -> tuple[Label, ...]:
+        return (Label(kind, job.stage(chunk), microbatch),)
 
-    def backward_ends(op: tuple[int, int, Any], result: Any) -> None:
-        microbatch, chunk, start = op
-        label = Label(Kind.BACKWARD, job.stage(chunk), microbatch)
-        recorder.add(Lane.COMPUTE, start, recorder.mark(), (label,))
+    def backward(microbatch: int, chunk: int) -> tuple[Label, ...]:
+        return labels(Kind.BACKWARD, microbatch, chunk)
 
     around = recorder.patches.around
     around(
@@ -63,16 +60,11 @@ def hook_compute(job: Job) -> None:
         after=forward_ends,
         abort=forward_fails,
     )
-    around(schedules, "backward_step", "backward", needs=("output_tensor",), before=backward, after=backward_ends)
-    if hasattr(schedules, "backward_step_multimodule"):
-        around(
-            schedules,
-            "backward_step_multimodule",
-            "backward",
-            needs=("output_tensor",),
-            before=backward,
-            after=backward_ends,
-        )
+    needs = ("output_tensor",)
+    timed(recorder, schedules, "backward_step", "backward", Lane.COMPUTE, backward, needs=needs, choose=job.maker)
+    name = "backward_step_multimodule"
+    if hasattr(schedules, name):
+        timed(recorder, schedules, name, "backward", Lane.COMPUTE, backward, needs=needs, choose=job.maker)
     if hasattr(schedules, "forward_step_calc_loss"):
         around(
             schedules,
@@ -98,9 +90,8 @@ def work_begins(job: Job) -> bool:
 
 
 def _virtual_rank() -> int:
-    from megatron.core import parallel_state
-
-    get = getattr(parallel_state, "get_virtual_pipeline_model_parallel_rank", None)
+    # Not by an import statement: in each forward that would cost more than all the rest here.
+    get = getattr(sys.modules["megatron.core.parallel_state"], "get_virtual_pipeline_model_parallel_rank", None)
     return int((get() if get is not None else 0) or 0)
 
 

@@ -85,7 +85,7 @@ def message_orders(
     return made
 
 
-@dataclass
+@dataclass(slots=True)
 class Forward:
     """A forward that runs. loss_from: mark of the moment from which it is the loss."""
 
@@ -93,6 +93,10 @@ class Forward:
     chunk: int
     start: Any
     loss_from: Any = None
+
+
+Message = tuple[str, str, int, int]
+"""("send" | "recv", "act" | "grad", its number among those, bytes)."""
 
 
 class Job:
@@ -166,32 +170,33 @@ class Job:
     def stage(self, chunk: int) -> int:
         return -1 if self.shape is None else self.shape.stage(chunk)
 
-    def message(self, end: str, direction: str, tensor: Any) -> Label | None:
-        """Label of the next message of that end and direction; None when there should be none by the schedule."""
-        shape = self.shape
-        if shape is None:
+    def message(self, end: str, direction: str, tensor: Any) -> Message | None:
+        """The next message of that end and direction; None when there should be none by the schedule."""
+        if self.shape is None:
             return None
         number = self._sent[end, direction] = self._sent.get((end, direction), -1) + 1
-        order = shape.orders[end, direction]
-        if number >= len(order):
+        if number >= len(self.shape.orders[end, direction]):
             return None
-        microbatch, stage, consumer = order[number]
-        onward = (direction == "act") == (end == "send")
-        peer = shape.ranks[(shape.position + (1 if onward else -1)) % len(shape.ranks)]
-        return Label(
-            Kind.SEND if end == "send" else Kind.RECV,
-            stage,
-            microbatch,
-            direction,
-            peer,
-            _bytes(tensor),
-            shape.group,
-            message_number(microbatch, consumer, shape.stages, direction == "grad"),
-        )
+        return end, direction, number, getattr(tensor, "nbytes", -1)
+
+    def labels(self, *messages: Message) -> tuple[Label, ...]:
+        """Of messages of the running schedule call."""
+        return () if self.shape is None else tuple(_label(self.shape, *message) for message in messages)
 
 
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size()) if hasattr(tensor, "element_size") else -1
+def _label(shape: Shape, end: str, direction: str, number: int, size: int) -> Label:
+    microbatch, stage, consumer = shape.orders[end, direction][number]
+    onward = (direction == "act") == (end == "send")
+    return Label(
+        Kind.SEND if end == "send" else Kind.RECV,
+        stage,
+        microbatch,
+        direction,
+        shape.ranks[(shape.position + (1 if onward else -1)) % len(shape.ranks)],
+        size,
+        shape.group,
+        message_number(microbatch, consumer, shape.stages, direction == "grad"),
+    )
 
 
 def _pipeline_group(communicator: Any) -> Any:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bubblescope.capture.hooks.megatron.job import Job
+from bubblescope.capture.hooks.megatron.job import Job, Message
 from bubblescope.capture.hooks.shared import TimedWork
-from bubblescope.capture.steps import Label
 from bubblescope.model.kinds import Lane
-
-if TYPE_CHECKING:
-    from bubblescope.capture.recorder import Recorder
 
 
 def hook_messages(job: Job, p2p: Any) -> None:
@@ -42,17 +38,19 @@ def _communication_ends(job: Job, token: tuple[Any, ...], result: Any) -> Any:
     send_next, send_prev, recv_prev, recv_next, waits, start = token
     recorder = job.recorder
     end = recorder.mark()
-    wanted = {
-        "send_next": ("send", "act", send_next) if send_next is not None else None,
-        "recv_prev": ("recv", "act", result[0]) if recv_prev else None,
-        "send_prev": ("send", "grad", send_prev) if send_prev is not None else None,
-        "recv_next": ("recv", "grad", result[1]) if recv_next else None,
-    }
-    found = {name: job.message(*what) for name, what in wanted.items() if what is not None}
-    labels = {name: label for name, label in found.items() if label is not None}
-    carried = tuple(labels.values())
-    if not carried:
+    found = {}
+    if send_next is not None:
+        found["send_next"] = job.message("send", "act", send_next)
+    if recv_prev:
+        found["recv_prev"] = job.message("recv", "act", result[0])
+    if send_prev is not None:
+        found["send_prev"] = job.message("send", "grad", send_prev)
+    if recv_next:
+        found["recv_next"] = job.message("recv", "grad", result[1])
+    messages = {name: message for name, message in found.items() if message is not None}
+    if not messages:
         return None
+    carried = (job.labels, tuple(messages.values()))
     requests = result[2] if len(result) > 2 else None
     if waits or not requests:
         # The call posts, and returns when all is there: on the compute stream it is one wait.
@@ -60,15 +58,16 @@ def _communication_ends(job: Job, token: tuple[Any, ...], result: Any) -> Any:
         recorder.add(Lane.WAIT, start, end, carried)
         return None
     recorder.add(Lane.POST, start, end, carried)
-    return (*result[:2], _timed(recorder, requests, labels))
+    return (*result[:2], _timed(job, requests, messages))
 
 
-def _timed(recorder: Recorder, requests: Any, labels: dict[str, Label]) -> Any:
+def _timed(job: Job, requests: Any, messages: dict[str, Message]) -> Any:
     """The same requests, whose waits are recorded when the schedule comes to them."""
+    recorder, labels = job.recorder, job.labels
     if isinstance(requests, dict):
         return {
-            name: TimedWork(recorder, work, (labels[name],) if name in labels else ())
+            name: TimedWork(recorder, work, (labels, (messages[name],)) if name in messages else ())
             for name, work in requests.items()
         }
-    carried = tuple(labels.values())
+    carried = (labels, tuple(messages.values()))
     return [TimedWork(recorder, work, () if i else carried) for i, work in enumerate(requests)]
