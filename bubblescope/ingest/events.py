@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,8 +68,7 @@ CATEGORIES: dict[str, Cat] = {
 """Lower-case category text -> `Cat`; an event of any other category is not kept."""
 
 
-@dataclass(frozen=True)
-class CommArgs:
+class CommArgs(msgspec.Struct, frozen=True, gc=False):
     """NCCL metadata of one operation, as written. Ranks are as the trace gives them: global or group-local."""
 
     collective: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,7 +173,7 @@ class _Table:
         return self.scan.names[int(self.events.name[row])]
 
     def cat(self, *wanted: Cat) -> Mask:
-        result: Mask = np.isin(self.events.cat, wanted)
+        result: Mask = np.logical_or.reduce([self.events.cat == cat for cat in wanted])
         return result
 
     def device_rows(self) -> Mask:
@@ -316,17 +317,12 @@ class _CommFinder:
 
     def __init__(self, table: _Table) -> None:
         self.table = table
-        e = table.events
-        host = np.flatnonzero(table.cat(Cat.CPU_OP, Cat.RANGE) & ((e.comm >= 0) | table.starts_with("nccl:")))
-        host = host[np.lexsort((e.start_ns[host], e.tid[host]))]
-        self.host = host
-        self.host_tid = e.tid[host]
-        self.host_start = e.start_ns[host]
-        runtime = np.flatnonzero(table.cat(Cat.RUNTIME) & (e.corr >= 0))
-        order = np.argsort(e.corr[runtime], kind="stable")
-        self.launch = runtime[order]
-        self.launch_corr = e.corr[self.launch]
-        self.last_launch: dict[int, int] = {}
+        self.groups: dict[tuple[str, tuple[int, ...], str], int] = {}
+
+    @functools.cached_property
+    def around(self) -> _Around:
+        """Made where a kernel has no arguments of its own."""
+        return _Around(self.table)
 
     def messages(self, row: int) -> list[tuple[int, int, int, int, int]]:
         """(kind, peer, group, seq, bytes) of each message, in the order they were issued."""
@@ -334,7 +330,7 @@ class _CommFinder:
         if e.comm[row] >= 0:
             args = [self.table.scan.comms[int(e.comm[row])]]
         else:
-            args, title = self._from_host(row)
+            args, title = self.around.launch_of(row)
             if not args:
                 return [self._by_title(row, title)]
         single = [self._by_args(a, row) for a in args]
@@ -373,10 +369,31 @@ class _CommFinder:
         return int(self.table.comm_of_name[self.table.events.name[row]]) != Comm.COLLECTIVE
 
     def _group(self, args: CommArgs) -> int:
-        members = ",".join(map(str, args.members)) or args.group_text
-        return self.table.names.intern(f"{args.group}[{members}]" if members else args.group)
+        key = (args.group, args.members, args.group_text)
+        if key not in self.groups:
+            members = ",".join(map(str, args.members)) or args.group_text
+            self.groups[key] = self.table.names.intern(f"{args.group}[{members}]" if members else args.group)
+        return self.groups[key]
 
-    def _from_host(self, row: int) -> tuple[list[CommArgs], str]:
+
+class _Around:
+    """What the host did around each launch: its operations of communication, by thread and time."""
+
+    def __init__(self, table: _Table) -> None:
+        self.table = table
+        e = table.events
+        host = np.flatnonzero(table.cat(Cat.CPU_OP, Cat.RANGE) & ((e.comm >= 0) | table.starts_with("nccl:")))
+        host = host[np.lexsort((e.start_ns[host], e.tid[host]))]
+        self.host = host
+        self.host_tid = e.tid[host]
+        self.host_start = e.start_ns[host]
+        runtime = np.flatnonzero(table.cat(Cat.RUNTIME) & (e.corr >= 0))
+        order = np.argsort(e.corr[runtime], kind="stable")
+        self.launch = runtime[order]
+        self.launch_corr = e.corr[self.launch]
+        self.last_launch: dict[int, int] = {}
+
+    def launch_of(self, row: int) -> tuple[list[CommArgs], str]:
         """Arguments of the operations that this kernel's launch closes, and the annotation around it."""
         e = self.table.events
         at = int(np.searchsorted(self.launch_corr, e.corr[row])) if e.corr[row] >= 0 else len(self.launch)

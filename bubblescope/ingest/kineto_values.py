@@ -19,6 +19,8 @@ MAX_NS = 1 << 61
 def integer(value: Any, otherwise: int = -1) -> int:
     """`value` as an int64, `otherwise` when it is none. Unsigned 64-bit ids are folded, not lost."""
     kind = type(value)
+    if kind is int and -(1 << 63) <= value < 1 << 63:
+        return int(value)
     try:
         if kind is int:
             number: int = value
