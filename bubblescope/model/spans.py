@@ -182,10 +182,11 @@ def joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
     >>> joined([np.broadcast_to(7, 2), np.broadcast_to(7, 3)]).strides, joined([np.array([7]), np.array([8])]).tolist()
     ((0,), [7, 8])
     """
-    filled = [column for column in columns if len(column)] or list(columns[:1])
-    first = filled[0]
-    if all(is_one_value(column) and column[0] == first[0] for column in filled):
-        return np.broadcast_to(first[0], sum(map(len, filled)))
+    filled = [column for column in columns if len(column)]
+    if not filled:
+        return columns[0]
+    if all(is_one_value(column) and column[0] == filled[0][0] for column in filled):
+        return np.broadcast_to(filled[0][0], sum(map(len, filled)))
     return np.concatenate(filled)
 
 

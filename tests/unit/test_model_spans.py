@@ -92,6 +92,7 @@ def test_concat_keeps_all_rows_in_order_and_nothing_gives_an_empty_table() -> No
     both = Spans.concat([three(), Spans.empty(), three()])
     assert both.start_ns.tolist() == [5, 9, 2, 5, 9, 2]
     assert len(Spans.concat([])) == 0
+    assert len(Spans.concat([Spans.empty(), Spans.empty()])) == 0
     assert Spans.concat([]).start_ns.dtype == np.int64
 
 
