@@ -247,7 +247,8 @@ def make_report(
     with reading():
         run = read(paths, format=format_name, executor=executor, options=chosen)
     with progress("attributing"):
-        return build(prepare(run), options)
+        run = prepare(run)  # by the same name, so that what labels have replaced is not held beside it
+        return build(run, options)
 
 
 def check_outputs(outputs: Outputs) -> None:
