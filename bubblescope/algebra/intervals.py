@@ -103,18 +103,17 @@ def intersect(a: Set, b: Set) -> Set:
     return np.maximum(a[0][left], b[0][right]), np.minimum(a[1][left], b[1][right])
 
 
-def subtract(a: Set, b: Set) -> Set:
-    """Points of `a` that are not in `b`.
+def subtract(a: Set, *others: Set) -> Set:
+    """Points of `a` that are in none of `others`.
 
-    >>> s, e = subtract(union([0], [10]), union([3], [4]))
+    >>> s, e = subtract(union([0], [10]), union([3], [4]), union([6], [12]))
     >>> s.tolist(), e.tolist()
-    ([0, 4], [3, 10])
+    ([0, 4], [3, 6])
     """
-    if len(a[0]) == 0 or len(b[0]) == 0:
-        return a
-    low = int(min(a[0][0], b[0][0]))
-    high = int(max(a[1][-1], b[1][-1]))
-    return intersect(a, complement(b, low, high))
+    for b in others:
+        if len(a[0]) and len(b[0]):
+            a = intersect(a, complement(b, int(a[0][0]), int(a[1][-1])))
+    return a
 
 
 def measure_before(a: Set, points: ArrayLike) -> Int:

@@ -36,7 +36,7 @@ def device_sets(spans: Spans) -> DeviceSets:
 
     busy = of(Lane.COMPUTE)
     exposed = intervals.subtract(of(*COMMUNICATION), busy)
-    copies = intervals.subtract(of(Lane.COPY), intervals.merge([busy, exposed]))
+    copies = intervals.subtract(of(Lane.COPY), busy, exposed)
     return DeviceSets(busy, exposed, copies)
 
 

@@ -341,7 +341,7 @@ def _local_causes(
     by_rank = dict(rows_by(spans.rank))
     lacks_ranks = bool(run.layout.missing_ranks)
     for rank, rows in rows_by(windows.rank[w]):
-        mine = intervals.without_gaps(by_rank[rank])
+        mine = intervals.without_gaps(by_rank.pop(rank))
         own, moved = spans.take(mine), moving[mine]
         busy = sets[rank].busy
         device = own.device >= 0
@@ -349,12 +349,11 @@ def _local_causes(
         reducing = talks & (own.kind == Kind.COLLECTIVE)
         collective = _bare(own, reducing, busy)
         p2p = intervals.subtract(_bare(own, talks & (own.kind != Kind.COLLECTIVE), busy), collective)
-        taken = intervals.merge([busy, collective, p2p])
-        data = intervals.subtract(_set(own, own.kind == Kind.DATA), taken)
+        data = intervals.subtract(_set(own, own.kind == Kind.DATA), busy, collective, p2p)
         arriving = (moved > 0) & (own.kind == Kind.RECV)
-        transfer = intervals.subtract(_tails(own, moved, arriving), intervals.merge([busy, collective]))
-        whole = np.where(moved < 0, own.duration_ns, moved)
-        exposed = intervals.subtract(_tails(own, whole, reducing), busy)
+        transfer = intervals.subtract(_tails(own, moved[arriving], arriving), busy, collective)
+        length = np.where(moved[reducing] < 0, own.duration_ns[reducing], moved[reducing])
+        exposed = intervals.subtract(_tails(own, length, reducing), busy)
 
         def within(chosen: intervals.Set, rows: Int = rows) -> Int:
             low = intervals.measure_before(chosen, start[rows])
@@ -377,8 +376,8 @@ def _local_causes(
 
 
 def _tails(spans: Spans, length: Int, rows: NDArray[np.bool_]) -> intervals.Set:
-    """The last `length` ns of each of the rows."""
-    return intervals.union(spans.end_ns[rows] - length[rows], spans.end_ns[rows])
+    """The last `length` ns of each of the rows; shape (rows,)."""
+    return intervals.union(spans.end_ns[rows] - length, spans.end_ns[rows])
 
 
 def _after_all(began: Int, ended: Int, start: Int, end: Int) -> Int:

@@ -52,6 +52,13 @@ def test_intersect_and_subtract_are_those_of_points(a: list[tuple[int, int]], b:
     assert covered(rest) == points(a) - points(b)
 
 
+@given(RAW, st.lists(RAW, max_size=3))
+def test_subtract_takes_away_all_that_is_given(raw: list[tuple[int, int]], others: list[list[tuple[int, int]]]) -> None:
+    rest = intervals.subtract(made(raw), *map(made, others))
+    assert is_proper(rest)
+    assert covered(rest) == points(raw) - set().union(*map(points, others))
+
+
 @given(RAW, st.integers(-25, 25), st.integers(-25, 25))
 def test_clip_and_complement_share_out_the_window(raw: list[tuple[int, int]], low: int, high: int) -> None:
     window = set(range(low, high))
