@@ -3,6 +3,7 @@ large is pickled. Apart from `parallel`, because most readings need none of what
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -41,10 +42,11 @@ class LocalPool(ProcessPoolExecutor):
 
     def over(self, read: Callable[[str], T], paths: Sequence[str]) -> Iterator[T | InputError]:
         """`read` of every path; a `Part` comes back as a file."""
-        futures = [
-            self.submit(_to_file, read, path, str(Path(self._folder.name) / f"{number}.part"))
-            for number, path in enumerate(paths)
-        ]
+        with _uninterrupted():
+            futures = [
+                self.submit(_to_file, read, path, str(Path(self._folder.name) / f"{number}.part"))
+                for number, path in enumerate(paths)
+            ]
         for path, future in zip(paths, futures, strict=True):
             with alive(path):
                 result = future.result()
@@ -82,6 +84,19 @@ def _from_file(result: Path, path: str) -> Any:
     if part is None:
         raise InputError("the result of reading it was lost (disk full?)", hint="make room in TMPDIR", where=path)
     return part
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, an interrupt waits. Processes that are started here never get one, not even before `_begin_worker`."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin_worker() -> None:

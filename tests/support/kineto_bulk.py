@@ -272,7 +272,7 @@ def unread(size: int) -> str:
     out, done = [], 0
     for text in pieces(Bulk(8 * size)):
         for event in text.split("  },\n")[:-1]:
-            if any(mark in event for mark in _UNREAD) and done < size:
+            if any(mark in event for mark in _UNREAD) and "Sequence number" not in event and done < size:
                 out.append(f"{event}  }},\n")
                 done += len(out[-1])
     return "".join(out)

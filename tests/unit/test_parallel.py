@@ -156,6 +156,18 @@ def _until(what: object, seconds: float = 60) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to see children")
+def blocked(path: str) -> list[signal.Signals]:
+    return [signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+
+def test_ctrl_c_does_not_reach_a_process_that_has_just_begun() -> None:
+    """It would print its traceback beside our message."""
+    with LocalPool(1) as pool:
+        [masks] = pool.over(blocked, ["x"])
+    assert isinstance(masks, list) and signal.SIGINT in masks
+    assert signal.SIGINT not in blocked("x")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_however_it_ends_no_process_stays_and_after_ctrl_c_no_file(tmp_path: Path, number: signal.Signals) -> None:
     script, temporary = tmp_path / "sleeper.py", tmp_path / "tmp"
