@@ -1,7 +1,8 @@
 """A `Part` as one file of columns: how results come back from other processes, and how they are kept between runs.
 
 A line that says what it is, a JSON header (what is not an array, and where each array stands), the arrays as they lie
-in memory. Nothing in it is executed when it is read; what is cut, changed or of another version is refused.
+in memory; of a column that is one value for all rows, that value. Nothing in it is executed when it is read; what is
+cut, changed or of another version is refused.
 """
 
 from __future__ import annotations
@@ -21,30 +22,36 @@ from numpy.typing import NDArray
 
 from bubblescope.ingest.part import Part
 from bubblescope.model import Names, Spans
+from bubblescope.model.spans import is_one_value
 
-MAGIC = b"bubblescope part 1\n"
+MAGIC = b"bubblescope part 2\n"
 _ALIGN = 64
 _COLUMNS = tuple(f.name for f in fields(Spans))
 
 
 class _Header(msgspec.Struct):
-    """arrays: name -> [dtype, shape, first byte]. values: every other field of the part. crc: of the arrays."""
+    """arrays: name -> [dtype, shape, first byte]. repeated: those of which one value is written. values: every other
+    field of the part. crc: of the arrays."""
 
     texts: list[str]
     values: dict[str, Any]
     arrays: dict[str, tuple[str, tuple[int, ...], int]]
+    repeated: set[str]
     size: int
     crc: int
 
 
 def write(part: Part, path: Path) -> None:
     """Write `part` so that `path` is either whole or not there. Raises OSError when it cannot be written."""
-    arrays = {name: np.ascontiguousarray(getattr(part.spans, name)) for name in _COLUMNS}
-    arrays["launch"] = np.ascontiguousarray(part.launch)
+    columns = part.spans.columns()
+    repeated = {name for name, column in columns.items() if is_one_value(column) and len(column)}
+    columns = {name: column[:1] if name in repeated else column for name, column in columns.items()}
+    arrays = {name: np.ascontiguousarray(column) for name, column in (*columns.items(), ("launch", part.launch))}
     values = {f.name: getattr(part, f.name) for f in fields(Part) if f.name not in ("spans", "names", "launch")}
-    header = _Header(part.names.texts, values, {}, 0, 0)
+    header = _Header(part.names.texts, values, {}, repeated, 0, 0)
     for name, array in arrays.items():
-        header.arrays[name] = (array.dtype.str, array.shape, header.size)
+        shape = (len(part.spans),) if name in repeated else array.shape
+        header.arrays[name] = (array.dtype.str, shape, header.size)
         header.size += -(-array.nbytes // _ALIGN) * _ALIGN
         header.crc = zlib.crc32(array.data.cast("B") if array.size else b"", header.crc)
     handle, temporary = tempfile.mkstemp(prefix=".part-", dir=path.parent)
@@ -83,9 +90,10 @@ def _parsed(view: memoryview) -> Part | None:
         return None
     arrays, crc = {}, 0
     for name, (kind, shape, at) in header.arrays.items():
-        arrays[name] = _array(view[body:], np.dtype(kind), shape, at)
-        crc = zlib.crc32(arrays[name].data.cast("B") if arrays[name].size else b"", crc)
-    if crc != header.crc:
+        array = _array(view[body:], np.dtype(kind), (1,) if name in header.repeated else shape, at)
+        crc = zlib.crc32(array.data.cast("B") if array.size else b"", crc)
+        arrays[name] = np.broadcast_to(array[0], shape) if name in header.repeated else array
+    if crc != header.crc or len({len(arrays[name]) for name in _COLUMNS}) > 1:
         return None
     hints = get_type_hints(Part)
     values = {name: msgspec.convert(value, hints[name]) for name, value in header.values.items()}
