@@ -107,6 +107,18 @@ def test_collectives_are_numbered_and_linked(tmp_path: Path, schedule: Any) -> N
     assert sorted(run.links.collective[:, 0].tolist()) == [0, 1, 2, 3]
 
 
+def test_a_collective_of_a_sparse_tensor_has_no_size_and_the_hook_stays_on(tmp_path: Path, schedule: Any) -> None:
+    import torch.distributed as dist
+
+    with capture.record(tmp_path / "run"):
+        train(schedule, 1)
+        dist.all_reduce(torch.eye(3).to_sparse())
+        dist.all_reduce(torch.ones(8))
+    run = recording.read(tmp_path / "run")
+    assert run.spans.bytes[run.spans.kind == Kind.COLLECTIVE].tolist() == [-1, 32]
+    assert "recorder-warning" not in {notice.code for notice in run.notices}
+
+
 def test_a_compiled_function_with_a_collective_still_compiles_whole(tmp_path: Path, schedule: Any) -> None:
     import torch.distributed as dist
 

@@ -136,32 +136,65 @@ def _hook_collectives(recorder: Recorder) -> None:
     if not dist.is_available():
         recorder.patches.refuse("collectives", "this torch has no torch.distributed")
         return
-    state = _Collectives(recorder, dist)
+    groups = _Groups(dist)
     for name in COLLECTIVES:
         function = getattr(dist.distributed_c10d, name, None)
         if function is not None:
-            _hook_collective(recorder, state, dist, name, function)
+            _hook_collective(recorder, groups, dist, name, function)
 
 
-def _hook_collective(recorder: Recorder, state: _Collectives, dist: Any, name: str, function: Any) -> None:
+def _hook_collective(recorder: Recorder, groups: _Groups, dist: Any, name: str, function: Any) -> None:
+    """In one frame, for what `timed` says. While torch.compile traces, the original is called: our clock would break
+    the user's graph."""
+    import torch
+
     module = dist.distributed_c10d
-    payload = [one for one in _PAYLOAD if one in inspect.signature(function).parameters]
-    measured = recorder.patches.wrapped(
-        module,
-        name,
-        f"dist.{name}",
-        needs=("group",),
-        optional={"async_op": False, **dict.fromkeys(payload)},
-        before=functools.partial(state.before, name),
-        after=state.after,
-        abort=state.abort,
-    )
-    if measured is None:
+    tensors = [one for one in _PAYLOAD if one in inspect.signature(function).parameters]
+    optional = {"async_op": False, **dict.fromkeys(tensors)}
+    bound = recorder.patches.bind(module, name, f"dist.{name}", ("group",), optional)
+    if bound is None:
         return
-    replacement = _unless_compiling(function, measured)
-    recorder.patches.replace(module, name, replacement)
+    hook, enough, take, pick = bound.hook, bound.arguments.enough, bound.arguments.take, bound.arguments.pick
+    fail, rule, clock = recorder.patches.fail, recorder.rule, perf_counter_ns
+    is_compiling, inside = torch.compiler.is_compiling, groups.inside
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not hook.enabled or getattr(inside, "collective", False):
+            return function(*args, **kwargs)
+        start = None
+        try:
+            entered = clock()
+            group, is_async, *payload = take(args) if len(args) >= enough else pick(args, kwargs)
+            text = groups.text(group)
+            number = groups.count[text] = groups.count.get(text, -1) + 1
+            if rule.current.sampled:
+                labels = (_collective, (name, _size(payload), text, number))
+                start = recorder.mark()
+        except Exception as error:  # ours; must not reach the job
+            fail(hook, error)
+        if start is None:
+            return function(*args, **kwargs)
+        inside.collective = True
+        began = clock()
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            inside.collective = False
+        try:
+            ended = clock()
+            lane = Lane.POST if is_async else Lane.WAIT
+            end = start if is_async and not isinstance(start, int) else recorder.mark()
+            recorder.add(lane, start, end, labels, ended)
+            hook.hits += 1
+            hook.own_ns += began - entered + clock() - ended
+        except Exception as error:  # as above
+            fail(hook, error)
+        return result
+
+    recorder.patches.replace(module, name, wrapper)
     if getattr(dist, name, None) is function:
-        recorder.patches.replace(dist, name, replacement)
+        recorder.patches.replace(dist, name, wrapper)
 
 
 def _hook_end(recorder: Recorder) -> None:
@@ -184,60 +217,16 @@ def _hook_end(recorder: Recorder) -> None:
         recorder.patches.replace(place, "destroy_process_group", wrapper)
 
 
-def _unless_compiling(original: Any, measured: Any) -> Any:
-    """While torch.compile traces, the original is called: our clock would break the user's graph."""
-    import torch
+class _Groups:
+    """Names groups alike in all their ranks, and counts their collectives. inside: whether this thread runs one."""
 
-    is_compiling = torch.compiler.is_compiling
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(*args, **kwargs)
-        return measured(*args, **kwargs)
-
-    return wrapper
-
-
-class _Collectives:
-    """Numbers the collectives of each group, and names groups alike in all their ranks."""
-
-    def __init__(self, recorder: Recorder, dist: Any) -> None:
-        self._recorder = recorder
+    def __init__(self, dist: Any) -> None:
+        self.inside = threading.local()
+        self.count: dict[str, int] = {}
         self._dist = dist
-        self._inside = threading.local()
-        self._count: dict[str, int] = {}
         self._names: dict[int, tuple[Any, str]] = {}
 
-    def before(self, name: str, group: Any, is_async: bool, *payload: Any) -> tuple[Any, ...] | None:
-        if getattr(self._inside, "depth", 0):
-            return None
-        text = self.group_text(group)
-        number = self._count[text] = self._count.get(text, -1) + 1
-        if not self._recorder.rule.current.sampled:
-            return None
-        size = -1
-        for one in payload:
-            if one is not None:
-                size = _size(one)
-                break
-        lane = Lane.POST if is_async else Lane.WAIT
-        start = self._recorder.mark()
-        self._inside.depth = 1
-        return lane, start, (_collective, (name, size, text, number))
-
-    def abort(self, token: Any) -> None:
-        self._inside.depth = 0
-
-    def after(self, token: tuple[Any, ...], result: Any) -> None:
-        self._inside.depth = 0
-        lane, start, labels = token
-        recorder = self._recorder
-        now = perf_counter_ns()
-        end = start if lane is Lane.POST and not isinstance(start, int) else recorder.mark()
-        recorder.add(lane, start, end, labels, now)
-
-    def group_text(self, group: Any) -> str:
+    def text(self, group: Any) -> str:
         """Group name and member ranks: names alone repeat between sibling groups."""
         if group is None:
             group = self._dist.distributed_c10d._get_default_group()
@@ -266,8 +255,9 @@ def group_name(group: Any, ranks: list[int]) -> str:
     return f"{getattr(group, 'group_name', '') or 'group'}:{members}"
 
 
-def _size(payload: Any) -> int:
+def _size(payload: list[Any]) -> int:
+    """Bytes of the first that was given; -1 when it is no tensor but a list of them, or a sparse one."""
     try:
-        return int(payload.nbytes)
-    except (AttributeError, RuntimeError):  # a list; a sparse tensor
+        return next(int(one.nbytes) for one in payload if one is not None)
+    except (AttributeError, RuntimeError, StopIteration):
         return -1

@@ -17,7 +17,8 @@ def hook_compute(job: Job) -> None:
     def forward(microbatch: int | None, chunk: int | None) -> Forward | None:
         if not work_begins(job):
             return None
-        chunk = _virtual_rank() if chunk is None else chunk
+        if chunk is None:
+            chunk = 0 if job.shape is not None and job.shape.chunks == 1 else _virtual_rank()
         number = job.count("F", chunk) if microbatch is None else microbatch
         op = Forward(number, chunk, recorder.mark())
         running.append(op)
