@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import importlib
 import queue
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ _PACKED = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPED = tuple(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))
+_GZIP_LENGTH = 4
+"""Bytes behind the checksum of a gzip member."""
+_CHECKSUM = re.compile("incorrect (?:data|length) check|checksum")
+"""In what zlib and zstd say when all could be unpacked and its checksum is another one."""
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
@@ -166,14 +171,22 @@ def _unzstd(path: str, notices: list[Notice]) -> Iterator[bytes]:
 
 
 def _members(
-    path: str, unpacker: Any, begins: tuple[bytes, ...], error_kind: Any, kind: str, notices: list[Notice]
+    path: str,
+    unpacker: Any,
+    begins: tuple[bytes, ...],
+    error_kind: Any,
+    kind: str,
+    notices: list[Notice],
+    fine: int | None = None,
 ) -> Iterator[bytes]:
     """The plain bytes of one packed stream after another; zero bytes after the last of them are ignored.
 
-    unpacker: makes what `bz2.BZ2Decompressor` is for its format. begins: what a member begins with.
+    unpacker: makes what `bz2.BZ2Decompressor` is for its format. begins: what a member begins with. fine: the block of
+    the file in which an unpacker that is given all of it fails, and keeps what it had unpacked of it.
     """
     member, inside, out = unpacker(), False, 0
-    for block in _raw(path, _PACKED):
+    pieces = _pieces(path, fine)
+    for number, block in pieces:
         data = block
         while data or (inside and not member.needs_input):
             if not inside and not data.startswith(tuple(start[: len(data)] for start in begins)):
@@ -184,7 +197,12 @@ def _members(
             try:
                 plain = member.decompress(data, BLOCK)
             except error_kind as error:
-                notices.append(_cut(path, out, f"damaged {kind} data ({error})"))
+                if fine is None:
+                    yield from _after(_members(path, unpacker, begins, error_kind, kind, notices, number), out)
+                elif _CHECKSUM.search(str(error)):
+                    notices.append(_unsure(path, out, kind, sum(len(piece) for _, piece in pieces)))
+                else:
+                    notices.append(_cut(path, out, f"damaged {kind} data ({error})"))
                 return
             out += len(plain)
             if plain:
@@ -195,6 +213,15 @@ def _members(
                 member, inside = unpacker(), False
     if inside:
         notices.append(_cut(path, out, f"the {kind} stream ends early"))
+
+
+def _pieces(path: str, fine: int | None) -> Iterator[tuple[int, bytes]]:
+    """The file in numbered blocks; from the block `fine` on byte by byte."""
+    for number, block in enumerate(_raw(path, _PACKED)):
+        if fine is None or number < fine:
+            yield number, block
+        else:
+            yield from ((number, block[i : i + 1]) for i in range(len(block)))
 
 
 class _Inflater:
@@ -231,5 +258,16 @@ def _zstd_module(path: str) -> Any:
     )
 
 
+def _unsure(path: str, out: int, kind: str, left: int) -> Notice:
+    message = (
+        f"the checksum of the {kind} data is wrong: {out:,} bytes could be unpacked and are used, but they may not all "
+        "be what was written"
+    )
+    if left > _GZIP_LENGTH:
+        message += f"; {left:,} packed bytes behind them are not read"
+    return Notice("checksum-wrong", message, path)
+
+
 def _cut(path: str, out: int, why: str) -> Notice:
-    return Notice("file-truncated", f"{why}; {out:,} bytes could be unpacked and are used", path)
+    kept = f"{out:,} bytes could be unpacked and are used" if out else "nothing of it could be unpacked"
+    return Notice("file-truncated", f"{why}; {kept}", path)

@@ -52,14 +52,15 @@ def scan_blocks(
     source: Iterable[bytes], path: str, options: ReadOptions = DEFAULT, notices: list[Notice] | None = None
 ) -> Scan:
     """As `scan`, for plain bytes that come in blocks."""
+    notices = [] if notices is None else notices
     columns = Columns(path, options)
-    reader = _Reader(columns, path)
+    reader = _Reader(columns, path, notices)
     with _collector_off():
         for block in source:
             reader.feed(block)
         reader.finish()
     result = columns.build(reader.head)
-    result.notices = [*(notices or []), *reader.notices()]
+    result.notices = [*notices, *reader.notices()]
     result.file_ranks = reader.file_ranks
     base = reader.head.get("baseTimeNanoseconds") or 0
     result.base_ns = integer(base)
@@ -83,11 +84,15 @@ def _collector_off() -> Iterator[None]:
 
 
 class _Reader:
-    """Cuts the stream between events, decodes each chunk, and keeps count of what went wrong."""
+    """Cuts the stream between events, decodes each chunk, and keeps count of what went wrong.
 
-    def __init__(self, columns: Columns, path: str) -> None:
+    unpacking: what is wrong with the packed file, which is known when its last bytes have come.
+    """
+
+    def __init__(self, columns: Columns, path: str, unpacking: list[Notice]) -> None:
         self.columns = columns
         self.path = path
+        self.unpacking = unpacking
         self.native = open_scanner(columns)
         self.head: dict[str, Any] = {}
         self.file_ranks: set[int] = set()
@@ -152,7 +157,7 @@ class _Reader:
         match = _OPEN.search(self._buffer, 1, self._end)
         if match is None:
             if final or self._end > _MAX_HEAD:
-                raise _not_a_trace(self._rest(), self.path)
+                raise _not_a_trace(self._rest(), self.path, self.unpacking)
             return False
         self._before = bytes(self._buffer[1 : match.start()])
         self._forget(match.end())
@@ -419,7 +424,14 @@ def _closes_in(text: bytes) -> int | None:
     return end - 2
 
 
-def _not_a_trace(text: bytes, path: str) -> InputError:
+def _not_a_trace(text: bytes, path: str, unpacking: list[Notice]) -> InputError:
+    damage = [notice.message for notice in unpacking if notice.code != "trailing-bytes"]
+    if damage:
+        return InputError(
+            f"no event of this file could be read: {damage[0]}",
+            hint="copy it again from where it was recorded, or record again",
+            where=path,
+        )
     if not text.strip(b"\0 \t\r\n"):
         return InputError(
             "the file is empty (a profiler that was killed leaves such files)", hint="remove it", where=path

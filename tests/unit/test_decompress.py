@@ -64,11 +64,42 @@ def test_a_gzip_that_ends_early_gives_its_prefix(tmp_path: Path, keep: float) ->
 
 
 def test_damage_inside_a_gzip_gives_what_stands_before_it(tmp_path: Path) -> None:
+    """What stands behind it unpacks to something here; the checksum tells."""
     packed = bytearray(gzip.compress(TEXT))
-    packed[len(packed) // 2 : len(packed) // 2 + 40] = b"\xff" * 40
+    half = len(packed) // 2
+    sound = zlib.decompressobj(wbits=31).decompress(bytes(packed[:half]))
+    packed[half : half + 40] = b"\xff" * 40
     plain, notices = unpack(tmp_path / "bad.gz", bytes(packed))
+    assert [n.code for n in notices] == ["checksum-wrong"]
+    assert plain.startswith(sound)
+
+
+@pytest.mark.parametrize("text", [TEXT[:100_000], TEXT], ids=["one block", "many"])
+def test_a_wrong_checksum_costs_no_byte_and_is_all_that_is_said(tmp_path: Path, text: bytes) -> None:
+    packed = bytearray(gzip.compress(text))
+    packed[-8] ^= 1
+    plain, notices = unpack(tmp_path / "crc.gz", bytes(packed))
+    assert plain == text
+    assert [n.code for n in notices] == ["checksum-wrong"]
+    assert f"{len(text):,} bytes" in notices[0].message
+    assert "not read" not in notices[0].message
+
+
+def test_what_stands_behind_a_wrong_checksum_is_named(tmp_path: Path) -> None:
+    first, second = bytearray(gzip.compress(TEXT)), gzip.compress(TEXT)
+    first[-8] ^= 1
+    plain, notices = unpack(tmp_path / "members.gz", bytes(first) + second)
+    assert plain == TEXT
+    assert f"{len(second) + 4:,} packed bytes behind them are not read" in notices[0].message
+
+
+def test_all_that_unpacks_before_damage_is_kept(tmp_path: Path) -> None:
+    """To the last byte, also of the block of the file in which the damage is."""
+    packer = zlib.compressobj(wbits=31)
+    packed = packer.compress(TEXT) + packer.flush(zlib.Z_FULL_FLUSH) + b"\xff" * 40
+    plain, notices = unpack(tmp_path / "bad.gz", packed)
+    assert plain == TEXT
     assert [n.code for n in notices] == ["file-truncated"]
-    assert TEXT[: len(plain) // 2] == plain[: len(plain) // 2]
 
 
 def test_a_bomb_stops_at_the_limit_with_a_clear_error(tmp_path: Path) -> None:
@@ -115,6 +146,19 @@ class TestZstd:
         plain, notices = unpack(tmp_path / "cut.zst", pack(TEXT)[:-20])
         assert TEXT.startswith(plain)
         assert [n.code for n in notices] == ["file-truncated"]
+
+    def test_what_unpacks_before_damage_is_kept(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
+        first = pack(TEXT)
+        plain, notices = unpack(tmp_path / "bad.zst", first + pack(TEXT)[:6] + b"\xff" * 40)
+        assert plain == TEXT
+        assert [n.code for n in notices] == ["file-truncated"]
+
+    def test_a_wrong_checksum_costs_no_byte(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
+        packed = bytearray(pack(TEXT, options={201: 1}))
+        packed[-1] ^= 1
+        plain, notices = unpack(tmp_path / "sum.zst", bytes(packed))
+        assert plain == TEXT
+        assert [n.code for n in notices] == ["checksum-wrong"]
 
     def test_frames_that_hold_no_data_are_passed_over(self, tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
         nothing = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"index"

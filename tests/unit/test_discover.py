@@ -210,6 +210,12 @@ def test_an_empty_file_says_so(tmp_path: Path) -> None:
         read(tmp_path / "rank0.json")
 
 
+def test_a_packed_file_of_which_nothing_unpacks_is_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}')[:10])
+    with pytest.raises(InputError, match="the gzip stream ends early; nothing of it could be unpacked"):
+        read(tmp_path / "rank0.json.gz")
+
+
 def test_an_unknown_format_is_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown format"):
         read(tmp_path, format="dtrace")
