@@ -46,7 +46,6 @@ class RankWriter:
         self._header: Line | None = None
         self._rank = 0
         self._fd = -1
-        self._whole_bytes = 0
         self._torn = False
         self._warned = False
         # SimpleQueue is C throughout; a Condition is Python, and the training would run it in each step.
@@ -114,19 +113,18 @@ class RankWriter:
 
     def _write(self, obj: dict[str, Any]) -> None:
         data = (b"\n" if self._torn else b"") + _encode(obj) + b"\n"
-        self._torn = False
-        while data:
+        written = 0
+        while written < len(data):
             try:
-                written = os.write(self._fd, data)
+                written += os.write(self._fd, data[written:])
             except OSError:
-                self._take_back()
+                self._take_back(written)
                 raise
-            data = data[written:]
-        self._whole_bytes = os.lseek(self._fd, 0, os.SEEK_CUR)
+        self._torn = False
 
-    def _take_back(self) -> None:
+    def _take_back(self, written: int) -> None:
         try:
-            os.ftruncate(self._fd, self._whole_bytes)
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
         except OSError:
             self._torn = True
 

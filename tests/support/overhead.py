@@ -20,16 +20,17 @@ Pair = tuple[Cost, Cost]
 
 
 class Switch:
-    """Puts a started recorder's hooks in and out, without the cost of making the wrappers anew."""
+    """Puts a started recorder's hooks in and out, without the cost of making the wrappers anew. A wrapper that the job
+    has fetched stays, and passes through."""
 
     def __init__(self, recorder: Any) -> None:
         self._patches = recorder.patches
-        self._optimizer = recorder.patches.hooks["optimizer.step"]
 
     def set(self, with_hooks: bool) -> None:
         for patch in self._patches._patches:
             setattr(patch.owner, patch.name, patch.replacement if with_hooks else patch.original)
-        self._optimizer.enabled = with_hooks
+        for hook in self._patches.hooks.values():
+            hook.enabled = with_hooks
 
 
 def measure_pairs(
