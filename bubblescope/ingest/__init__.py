@@ -8,6 +8,7 @@ A new format is one new module here and one line in `FORMATS`. A module has ``ca
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Notice, Run, checks
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "read"]
+_PACKING = re.compile(r"\.(?:gz|zstd?)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,12 @@ def _in_folder(module: Any, folder: str) -> list[str]:
 
 
 def _shape(path: str) -> str:
-    """A file name without its numbers: ranks of one job differ only in these."""
-    return "".join("#" if c.isdigit() else c for c in Path(path).name)
+    """A file name without its numbers and its packing: ranks of one job differ only in these.
+
+    >>> _shape("job/rank03.json.gz")
+    'rank##.json'
+    """
+    return "".join("#" if c.isdigit() else c for c in _PACKING.sub("", Path(path).name))
 
 
 def _choose(claims: dict[str, list[str]], found: list[discover.Found]) -> Format:

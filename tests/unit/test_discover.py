@@ -76,6 +76,20 @@ def test_other_json_files_in_the_folder_do_no_harm(tmp_path: Path, documents: di
     assert not run.notices
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"schemaVersion": 1, "distr'])
+def test_a_damaged_rank_beside_packed_ones_is_named(
+    tmp_path: Path, documents: dict[int, dict[str, object]], content: bytes
+) -> None:
+    for file in write(tmp_path, documents)[1:]:
+        Path(f"{file}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    damaged = next(tmp_path.glob("*.json"))
+    damaged.write_bytes(content)
+    run = read(tmp_path)
+    assert run.ranks == [1, 2, 3]
+    assert [n.where for n in run.notices if n.code == "file-unreadable"] == [str(damaged)]
+
+
 @pytest.mark.parametrize("what", ["missing.json", "*.nothing"])
 def test_what_is_not_there_is_said(tmp_path: Path, what: str) -> None:
     with pytest.raises(InputError) as caught:
