@@ -9,6 +9,7 @@ import re
 from collections import Counter
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 _SCALAR = re.compile(_STRING.pattern + rb'|[^\s,"{}\[\]]+', re.DOTALL)
 _BORDER = re.compile(rb"\s*(?:,\s*|\Z)")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
@@ -111,6 +112,16 @@ def value_end(text: bytes, start: int) -> int | None:
             if depth <= 0:
                 return match.end()
     return None
+
+
+def depth(text: bytes | bytearray, start: int, end: int) -> int:
+    """How many more brackets open than close from `start` to `end`, which both stand outside of strings.
+
+    >>> depth(b'{"a]": [1, {"b": 2}, ', 0, 21)
+    2
+    """
+    tokens = [match[0] for match in _TOKEN.finditer(text, start, end)]
+    return sum(token in (b"{", b"[") for token in tokens) - sum(token in (b"}", b"]") for token in tokens)
 
 
 def values(text: bytes) -> list[bytes]:

@@ -105,6 +105,8 @@ class _Reader:
         self._buffer = bytearray(b"[") + bytearray(2 * CHUNK)
         self._end = 1
         self._before: bytes | None = None
+        # How far, and to which depth, the head was looked through for the list of events.
+        self._looked = [1, 0]
         self._after = b""
         self._gap: re.Pattern[bytes] | None = None
         # The list of events has ended; of what follows the first bytes stay in the buffer, the others are counted.
@@ -154,11 +156,13 @@ class _Reader:
             self._before = b""
             self._forget(bare.end())
             return True
-        match = _OPEN.search(self._buffer, 1, self._end)
+        match, *self._looked = _top_list(self._buffer, self._end, *self._looked)
         if match is None:
-            if final or self._end > _MAX_HEAD:
-                raise _not_a_trace(self._rest(), self.path, self.unpacking)
-            return False
+            if not final and self._end <= _MAX_HEAD:
+                return False
+            match = _OPEN.search(self._buffer, 1, self._end)
+        if match is None:
+            raise _not_a_trace(self._rest(), self.path, self.unpacking)
         self._before = bytes(self._buffer[1 : match.start()])
         self._forget(match.end())
         return True
@@ -260,7 +264,7 @@ class _Reader:
             keys = after[1:].lstrip(b", \r\n\t")
             end = jsonrepair.value_end(b"{" + keys, 0)
             end = None if end is None else len(after) - len(keys) + end - 1
-            second = _OPEN.search(after)
+            second, *_ = _top_list(after, len(after), 1, 1)
             if second is not None and (end is None or second.start() < end):
                 end = second.start()
         self.truncated = self.truncated or end is None
@@ -406,6 +410,17 @@ class _Reader:
             )
         out.extend(self.columns.notices())
         return out
+
+
+def _top_list(text: bytes | bytearray, end: int, start: int, depth: int) -> tuple[re.Match[bytes] | None, int, int]:
+    """The list of events that is no part of another value of the document; and how far, and to which depth, it was
+    looked for. `depth`: that of `start`."""
+    for match in _OPEN.finditer(text, start, end):
+        depth += jsonrepair.depth(text, start, match.start())
+        start = match.start()
+        if depth <= 1:
+            return match, start, depth
+    return None, start, depth
 
 
 def _closings(rest: bytes) -> Iterator[re.Match[bytes]]:

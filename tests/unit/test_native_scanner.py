@@ -244,6 +244,26 @@ def test_a_second_list_of_events_is_counted_and_not_read(
     assert found.head == ({"end": 2} if "end" in first else {})
 
 
+@pytest.mark.parametrize("size", [10, 1 << 19])
+@pytest.mark.parametrize("chunk", [kineto_scan.CHUNK, 700])
+@pytest.mark.parametrize("inside", ['"traceEvents": []', '"a": [{"]}": 1, "traceEvents": [{"ph": "X", "ts": 1}]}]'])
+def test_a_list_of_events_inside_another_value_is_not_the_traces(
+    monkeypatch: pytest.MonkeyPatch, inside: str, chunk: int, size: int
+) -> None:
+    """Before it or behind it, and wherever the borders of the blocks lie."""
+    monkeypatch.setattr(kineto_scan, "CHUNK", chunk)
+    own = '"traceEvents": [' + ", ".join(map(_entry, range(30))) + "]"
+    meta = f'"meta": {{{inside}, "b": "{size * "x"}"}}'
+    info = '"distributedInfo": {"rank": 3}'
+    for order in ((meta, info, own), (own, meta, info), (meta, own, info)):
+        data = f"{{{', '.join(order)}}}".encode()
+        agree(data)
+        found = scan_blocks([data[at : at + 9000] for at in range(0, len(data), 9000)], "x")
+        assert found.events.corr.tolist() == list(range(30))
+        assert found.head["distributedInfo"] == {"rank": 3}
+        assert not found.notices
+
+
 def test_beside_damage_entries_that_are_no_events_still_cost_no_event() -> None:
     entries = [_entry(0), "5", _entry(1), _entry(2).replace('"k"', '"k"k"'), "null", _entry(3)]
     data = f'{{"traceEvents": [{", ".join(entries)}]}}'.encode()
