@@ -6,7 +6,7 @@ import ctypes
 import gzip
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +369,21 @@ def test_it_is_built_once_into_the_users_cache(tmp_path: Path, monkeypatch: pyte
     assert native.built().stat().st_mtime_ns == stamp
     assert [p.name for p in first.parent.iterdir()] == [first.name]
     assert ctypes.CDLL(str(first)).bubblescope_abi() == native.ABI
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"garbage", lambda b: b + b"\0"],
+    ids=["cut", "empty", "garbage", "longer"],
+)  # fmt: skip
+def test_a_library_that_is_not_what_was_built_is_never_loaded_and_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setenv("BUBBLESCOPE_CACHE_DIR", str(tmp_path / "cache"))
+    path = native.built()
+    content = path.read_bytes()
+    path.write_bytes(spoil(content))
+    assert native.built().read_bytes() == content
+    assert len(list(path.parent.iterdir())) == 1
 
 
 def test_without_a_compiler_python_reads_and_the_reason_is_known(

@@ -47,16 +47,22 @@ def status() -> Status:
 
 
 def built() -> Path:
-    """The library in the user's cache folder, compiled unless it is there. Raises OSError when that fails."""
-    source = _SOURCE.read_bytes()
-    # No cryptographic digest: OpenSSL would take more memory than the scanner.
-    key = f"{platform.machine()}-{len(source)}-{zlib.crc32(source):08x}"
-    target = userfolder.cache_folder("native") / f"scanner-{key}.so"
-    if not target.exists():
-        from bubblescope.ingest.native.build import compile_to, find_compiler
+    """The library in the user's cache folder, compiled unless it is there as it was compiled: loading one that was cut
+    would kill this process. Raises OSError when that fails."""
+    folder = userfolder.cache_folder("native")
+    stem = f"scanner-{platform.machine()}-{digest(_SOURCE.read_bytes())}"
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        if path.name == f"{stem}-{digest(path.read_bytes())}.so":
+            return path
+        path.unlink(missing_ok=True)
+    from bubblescope.ingest.native.build import compile_into, find_compiler
 
-        compile_to(target, find_compiler())
-    return target
+    return compile_into(folder, stem, find_compiler())
+
+
+def digest(data: bytes) -> str:
+    """What tells these bytes from others. No cryptographic one: OpenSSL would take more memory than the scanner."""
+    return f"{len(data)}-{zlib.crc32(data):08x}"
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
