@@ -162,3 +162,13 @@ def rows_by(key: NDArray[np.integer]) -> list[tuple[int, Int]]:
         key = key[order]
     begins = np.flatnonzero(key[1:] != key[:-1]) + 1
     return list(zip(key[np.append(0, begins)].tolist(), np.split(order, begins), strict=True))
+
+
+def split_by(rows: Int, key: NDArray[np.integer]) -> dict[int, Int]:
+    """Those of `rows` in which `key`, a column of all rows, has a value: for each value, ascending. One sort in place
+    of a mask for each value, whose cost is rows times values.
+
+    >>> {k: rows.tolist() for k, rows in split_by(np.array([0, 1, 3]), np.array([7, 3, 3, 7])).items()}
+    {3: [1], 7: [0, 3]}
+    """
+    return {value: rows[picked] for value, picked in rows_by(key[rows])}

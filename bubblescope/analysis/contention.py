@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bubblescope.algebra import intervals
 from bubblescope.algebra.intervals import rows_by
 from bubblescope.analysis.windows import Windows
-from bubblescope.model import Lane, Run
+from bubblescope.model import Lane, Run, Spans
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
@@ -29,11 +29,12 @@ def contention(run: Run, windows: Windows) -> Float | None:
         return None
     out = np.zeros(len(windows))
     rows = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.device >= 0))
-    for rank, picked in rows_by(spans.rank[rows]):
-        own = rows[picked]
+    talk = np.flatnonzero((spans.lane == Lane.COMM) & (spans.device >= 0))
+    talk_of = intervals.split_by(talk, spans.rank)
+    for rank, own in intervals.split_by(rows, spans.rank).items():
         window = windows.locate(np.full(len(own), rank), spans.start_ns[own])
-        beside = _overlapped(run, rank, own)
-        excess, known = _excess(spans.name[own], spans.duration_ns[own], beside)
+        beside = _overlapped(spans, own, talk_of.get(rank, talk[:0]))
+        excess, known = _excess(spans.name[own], spans.end_ns[own] - spans.start_ns[own], beside)
         inside = (window >= 0) & beside
         np.add.at(out, window[inside & known], excess[inside & known])
         if inside.any() and not (inside & known).any():
@@ -41,10 +42,8 @@ def contention(run: Run, windows: Windows) -> Float | None:
     return out
 
 
-def _overlapped(run: Run, rank: int, rows: Int) -> NDArray[np.bool_]:
-    """Whether any communication kernel of the rank runs at some time of each row."""
-    spans = run.spans
-    talk = np.flatnonzero((spans.rank == rank) & (spans.lane == Lane.COMM) & (spans.device >= 0))
+def _overlapped(spans: Spans, rows: Int, talk: Int) -> NDArray[np.bool_]:
+    """Whether any of the communication kernels `talk` runs at some time of each row."""
     comm = intervals.union(spans.start_ns[talk], spans.end_ns[talk])
     low = intervals.measure_before(comm, spans.start_ns[rows])
     result: NDArray[np.bool_] = intervals.measure_before(comm, spans.end_ns[rows]) > low

@@ -266,8 +266,10 @@ def _agree_on_steps(spans: Spans, parts: list[Part]) -> tuple[Spans, list[Notice
     A rank may repeat within the step (the last stage of 1F1B: forward, backward, forward, …); where all counts
     are multiples of the smallest, that many make a step. Else everything is one step, and it is said.
     """
+    if not any(p.steps_how == "period" for p in parts):
+        return spans, []
     counts = {p.rank: int(spans.step[spans.rank == p.rank].max(initial=-1)) + 1 for p in parts if p.timing}
-    if not any(p.steps_how == "period" for p in parts) or len(set(counts.values())) <= 1:
+    if len(set(counts.values())) <= 1:
         return spans, []
     fewest = min(counts.values())
     notices = []

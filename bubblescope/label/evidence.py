@@ -7,6 +7,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra import intervals
 from bubblescope.ingest.steps import OPTIMIZER_KERNEL
 from bubblescope.model import Kind, Lane, Run
 
@@ -80,8 +81,7 @@ def backward_evidence(run: Run, at: Int, sure: Mask) -> NDArray[np.int8]:
     compute = np.flatnonzero((spans.lane == Lane.COMPUTE) & sure)
     if run.source.timing != "kernels":
         backward = name_mask(run, compute, AUTOGRAD)
-        for rank in np.unique(spans.rank[compute]).tolist():
-            mine = spans.rank[compute] == rank
+        for _, mine in intervals.rows_by(spans.rank[compute]):
             if backward[mine].any():
                 sense[compute[mine]] = np.where(backward[mine], -1, 1)
         return sense
@@ -92,10 +92,10 @@ def backward_evidence(run: Run, at: Int, sure: Mask) -> NDArray[np.int8]:
     if len(launch) == 0 or len(engine) == 0:
         return sense
     thread[launch[:, 1]] = spans.stream[launch[:, 0]]
-    for rank in np.unique(spans.rank[engine]).tolist():
-        mine = compute[spans.rank[compute] == rank]
+    compute_of = intervals.split_by(compute, spans.rank)
+    for rank, theirs in intervals.split_by(engine, spans.rank).items():
+        mine = compute_of.get(rank, compute[:0])
         sense[mine] = 1
-        theirs = engine[spans.rank[engine] == rank]
         for tid in np.unique(spans.stream[theirs]).tolist():
             calls = theirs[spans.stream[theirs] == tid]
             calls = calls[np.argsort(spans.start_ns[calls], kind="stable")]

@@ -62,7 +62,7 @@ def label(run: Run) -> Run:
     spans = run.spans
     open_rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER)
     done = {int(r) for r in np.unique(spans.rank[(spans.lane == Lane.COMPUTE) & np.isin(spans.kind, PIPELINE_KINDS)])}
-    todo = [r for r in run.ranks if r not in done and np.any(open_rows & (spans.rank == r))]
+    todo = [r for r in np.unique(spans.rank[open_rows]).tolist() if r not in done]
     if not todo:
         return _only_direction(run, [])
     labeller = _Labeller.of(run)
@@ -90,12 +90,12 @@ def _undirected(run: Run, ranks: list[int]) -> list[Notice]:
 def _stages_of_labelled(run: Run) -> Run:
     """``Forward 3`` names no stage: it is the rank's, where it has one."""
     spans = run.spans
-    bare = np.isin(spans.kind, PIPELINE_KINDS) & (spans.stage < 0) & (spans.microbatch >= 0)
-    if not bare.any():
+    bare = np.flatnonzero(np.isin(spans.kind, PIPELINE_KINDS) & (spans.stage < 0) & (spans.microbatch >= 0))
+    if len(bare) == 0:
         return run
     stage = spans.stage.copy()
-    for rank in np.unique(spans.rank[bare]).tolist():
-        stage[bare & (spans.rank == rank)] = stage_of_rank(run, rank)
+    for rank, rows in intervals.split_by(bare, spans.rank).items():
+        stage[rows] = stage_of_rank(run, rank)
     return replace(run, spans=spans.with_columns(stage=stage))
 
 
@@ -447,9 +447,10 @@ def label_chunks(run: Run) -> Run:
     for (_, stage), rank in sorted(layout.stage_rank.items()):
         held.setdefault(rank, []).append(stage)
     chunk = spans.chunk.copy()
-    for rank, stages in held.items():
-        rows = (spans.rank == rank) & (spans.stage >= 0) & (spans.chunk < 0)
-        chunk[rows] = np.searchsorted(np.unique(stages), spans.stage[rows])
+    rows_of = intervals.split_by(np.flatnonzero((spans.stage >= 0) & (spans.chunk < 0)), spans.rank)
+    for rank, rows in rows_of.items():
+        if rank in held:
+            chunk[rows] = np.searchsorted(np.unique(held[rank]), spans.stage[rows])
     return replace(run, spans=spans.with_columns(chunk=chunk))
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bubblescope.algebra import intervals
 from bubblescope.label import megatron, torch_pipelining, user_names, zero_bubble
 from bubblescope.label.actions import Parser, RangeAction
-from bubblescope.label.evidence import Int, Mask, around, backward_evidence, issue_time, launched
+from bubblescope.label.evidence import Int, around, backward_evidence, issue_time, launched
 from bubblescope.label.structure import rank_of_stage, stage_of_rank
 from bubblescope.model import BACKWARD_KINDS, PIPELINE_KINDS, Kind, Lane, Notice, Run
 
@@ -55,8 +55,10 @@ def label(run: Run) -> Run:
     for row, actions in zip(ranges.tolist(), parsed, strict=True):
         for column in _COLUMNS:
             columns[column][row] = getattr(actions[0], column)
+    compute = np.flatnonzero((spans.lane == Lane.COMPUTE) & sure)
+    compute_of = intervals.split_by(compute, spans.rank)
     for mine, actions_of in _by_rank(run, ranges, parsed):
-        _label_compute(run, mine, actions_of, at, sure, sense, columns)
+        _label_compute(run, mine, actions_of, compute_of.get(int(spans.rank[mine[0]]), compute[:0]), at, sense, columns)
     half = _half_named(run, columns["kind"])
     if half:
         refused = columns["kind"] != Kind.OPTIMIZER
@@ -75,7 +77,7 @@ def _half_named(run: Run, kind: Int) -> dict[int, str]:
     out: dict[int, str] = {}
     for rank, picked in intervals.rows_by(spans.rank[compute]):
         rows = compute[picked]
-        length = spans.duration_ns[rows]
+        length = spans.end_ns[rows] - spans.start_ns[rows]
         forward, backward, other = (
             int(length[np.isin(kind[rows], kinds)].sum()) for kinds in (Kind.FORWARD, BACKWARD_KINDS, Kind.OTHER)
         )
@@ -109,8 +111,10 @@ def label_messages(run: Run) -> Run:
         return run
     columns = {c: getattr(spans, c).copy() for c in ("peer", "stage", "microbatch")}
     at = issue_time(run)
+    talk = np.flatnonzero(np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST)))
+    talk_of = intervals.split_by(talk, spans.rank)
     for mine, actions_of in _by_rank(run, ranges, parsed):
-        _label_messages(run, mine, actions_of, at, columns)
+        _label_messages(run, mine, actions_of, talk_of.get(int(spans.rank[mine[0]]), talk[:0]), at, columns)
     return replace(run, spans=spans.with_columns(**columns))
 
 
@@ -124,10 +128,11 @@ def label_loss(run: Run) -> Run:
         return run
     columns = {c: getattr(spans, c).copy() for c in ("kind", "stage", "microbatch")}
     at, sure = issue_time(run), launched(run)
-    open_rows = (spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER) & sure
+    open_rows = np.flatnonzero((spans.lane == Lane.COMPUTE) & (spans.kind == Kind.OTHER) & sure)
+    rows_of = intervals.split_by(open_rows, spans.rank)
     for mine, actions in _by_rank(run, ranges, parsed):
         rank = int(spans.rank[mine[0]])
-        rows = np.flatnonzero(open_rows & (spans.rank == rank))
+        rows = rows_of.get(rank, open_rows[:0])
         before = np.searchsorted(spans.start_ns[mine], at[rows], side="right") - 1
         for row, k in zip(rows.tolist(), before.tolist(), strict=True):
             if k < 0 or k + 1 >= len(mine) or actions[k][0].kind != Kind.FORWARD:
@@ -166,13 +171,12 @@ def _by_rank(
 
 
 def _label_compute(
-    run: Run, ranges: Int, actions: list[tuple[RangeAction, ...]], at: Int, sure: Mask,
+    run: Run, ranges: Int, actions: list[tuple[RangeAction, ...]], rows: Int, at: Int,
     sense: NDArray[np.int8], columns: dict[str, Int],
 ) -> None:  # fmt: skip
     spans = run.spans
     is_compute = np.array([a[0].kind in _LABELLED for a in actions])
     inner, chosen = ranges[is_compute], [a for a, c in zip(actions, is_compute, strict=True) if c]
-    rows = np.flatnonzero((spans.rank == spans.rank[ranges[0]]) & (spans.lane == Lane.COMPUTE) & sure)
     if len(inner) == 0 or len(rows) == 0:
         return
     found = around(spans.start_ns[inner], spans.end_ns[inner], at[rows])
@@ -185,14 +189,12 @@ def _label_compute(
 
 
 def _label_messages(
-    run: Run, ranges: Int, actions: list[tuple[RangeAction, ...]], at: Int, columns: dict[str, Int]
+    run: Run, ranges: Int, actions: list[tuple[RangeAction, ...]], rows: Int, at: Int, columns: dict[str, Int]
 ) -> None:
     """Inside ``Forward i`` a receive comes from the stage before and a send goes to the stage after; inside
     ``Backward i`` the other way round. ``PP:sSEND_F3`` says all itself."""
     spans = run.spans
     rank = int(spans.rank[ranges[0]])
-    messages = np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
-    rows = np.flatnonzero((spans.rank == rank) & messages)
     found = around(spans.start_ns[ranges], spans.end_ns[ranges], at[rows])
     own = stage_of_rank(run, rank)
     sent = (spans.kind[rows] == Kind.SEND).tolist()

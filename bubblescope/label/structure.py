@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bubblescope.algebra import intervals
 from bubblescope.label.evidence import Int, issue_time
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
 
@@ -63,11 +64,9 @@ def label(run: Run) -> Run:
 def _labelled_stages(run: Run) -> dict[int, tuple[int, ...]]:
     """Rank -> its stages, where ranges or recorded operations name them."""
     spans = run.spans
-    named = (spans.stage >= 0) & np.isin(spans.kind, PIPELINE_KINDS)
-    return {
-        rank: tuple(np.unique(spans.stage[named & (spans.rank == rank)]).tolist())
-        for rank in np.unique(spans.rank[named]).tolist()
-    }
+    named = np.flatnonzero((spans.stage >= 0) & np.isin(spans.kind, PIPELINE_KINDS))
+    rows_of = intervals.split_by(named, spans.rank)
+    return {rank: tuple(np.unique(spans.stage[rows]).tolist()) for rank, rows in rows_of.items()}
 
 
 def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from html import escape
 from typing import Any
 
@@ -82,7 +83,7 @@ class Run:
             counted(len(self.notices), "notice"),
         ]
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
         """Ranks that have spans, ascending."""
         return [int(r) for r in np.unique(self.spans.rank)]

@@ -89,3 +89,10 @@ def test_rows_by_shares_out_all_rows_in_order(keys: list[int], in_order: bool) -
     found = {k: rows.tolist() for k, rows in intervals.rows_by(key)}
     assert found == {k: [i for i, x in enumerate(key.tolist()) if x == k] for k in sorted(set(keys))}
     assert list(found) == sorted(found)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=12))
+def test_split_by_gives_each_value_its_rows(cells: list[tuple[int, bool]]) -> None:
+    key, chosen = np.array([k for k, _ in cells], dtype=np.int32), np.flatnonzero([c for _, c in cells])
+    found = {value: rows.tolist() for value, rows in intervals.split_by(chosen, key).items()}
+    assert found == {v: [i for i in chosen.tolist() if key[i] == v] for v in sorted(set(key[chosen].tolist()))}
