@@ -75,15 +75,19 @@ class StepBuffer:
         ends, so that nothing of the job is kept beyond it. failed: called with the name of one that raised and with
         what it raised; that event then has none."""
         events = self.events
+        known: Any = None
+        made: tuple[Any, ...] = ()
         for i in range(self.settled, len(events)):
             labels = events[i][6]
             if not labels or not callable(labels[0]):
                 continue
-            try:
-                made = labels[0](*labels[1])
-            except Exception as error:  # ours, and the job is about to go on
-                failed(getattr(labels[0], "__name__", "event").strip("_"), error)
-                made = ()
+            if labels is not known:  # a post and its wait share them
+                try:
+                    made = labels[0](*labels[1])
+                    known = labels
+                except Exception as error:  # ours, and the job is about to go on
+                    failed(getattr(labels[0], "__name__", "event").strip("_"), error)
+                    made = ()
             events[i] = (*events[i][:6], made)
         self.settled = len(events)
 

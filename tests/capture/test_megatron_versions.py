@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,19 @@ def test_requests_that_are_waited_for_later_are_timed_then(recorder: Recorder, m
     assert requests["recv_prev"].wait() == "done"
     lanes = [row[0] for row in events(recorder)]
     assert lanes[:before] == [Lane.POST] and lanes[before:] == [Lane.WAIT]
+
+
+def test_what_a_message_carried_is_not_kept_until_its_label_is_made(recorder: Recorder) -> None:
+    megatron.install(recorder)
+    p2p = sys.modules[f"{PIPELINE}.p2p_communication"]
+    p2p.recv_forward = lambda: None
+    run(Model(), forward_only=True)  # gives the hooks a layout
+    tensor = Tensor()
+    gone = weakref.ref(tensor)
+    p2p._communicate(tensor_send_next=None, tensor_send_prev=tensor, recv_prev=False, recv_next=False)
+    del tensor
+    assert gone() is None
+    assert [row[:2] for row in events(recorder)][-2:] == [(Lane.POST, Kind.SEND), (Lane.WAIT, Kind.SEND)]
 
 
 class Layer:

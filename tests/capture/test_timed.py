@@ -103,6 +103,23 @@ def test_labels_that_cannot_be_made_are_counted_and_the_others_kept(recorder: Re
     assert list(recorder.patches.missing) == ["broken"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_labels_that_a_post_shares_with_its_wait_are_made_once(recorder: Recorder, fails: bool) -> None:
+    made = []
+
+    def message(microbatch: int) -> tuple[Label, ...]:
+        made.append(microbatch)
+        return (Label(Kind.SEND, 2, 1 // 0 if fails else microbatch),)
+
+    for microbatch in (1, 2):
+        shared = (message, (microbatch,))
+        recorder.add(Lane.POST, 10, 10, shared)
+        recorder.add(Lane.WAIT, 10, 20, shared)
+    assert rows(recorder) == ([] if fails else [(Kind.SEND, 1)] * 2 + [(Kind.SEND, 2)] * 2)
+    assert fails or made == [1, 2]
+    assert recorder._losses().get("dropped") == ({"no-label": 4} if fails else None)
+
+
 @pytest.mark.parametrize("where", ["choose", "opens"])
 def test_a_fault_in_the_call_turns_the_hook_off_and_the_job_goes_on(recorder: Recorder, where: str) -> None:
     def broken(*values: Any) -> Any:

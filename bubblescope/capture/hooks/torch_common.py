@@ -169,7 +169,12 @@ def _hook_collective(recorder: Recorder, groups: _Groups, dist: Any, name: str, 
             text = groups.text(group)
             number = groups.count[text] = groups.count.get(text, -1) + 1
             if rule.current.sampled:
-                labels = (_collective, (name, _size(payload), text, number))
+                size = -1
+                for one in payload:
+                    if one is not None:
+                        size = _size(one)
+                        break
+                labels = (_collective, (name, size, text, number))
                 start = recorder.mark()
         except Exception as error:  # ours; must not reach the job
             fail(hook, error)
@@ -255,9 +260,8 @@ def group_name(group: Any, ranks: list[int]) -> str:
     return f"{getattr(group, 'group_name', '') or 'group'}:{members}"
 
 
-def _size(payload: list[Any]) -> int:
-    """Bytes of the first that was given; -1 when it is no tensor but a list of them, or a sparse one."""
+def _size(payload: Any) -> int:
     try:
-        return next(int(one.nbytes) for one in payload if one is not None)
-    except (AttributeError, RuntimeError, StopIteration):
+        return int(payload.nbytes)
+    except (AttributeError, RuntimeError):  # a list; a sparse tensor
         return -1
