@@ -4,7 +4,8 @@ A window ends where the last optimizer operation of the step ends. Taken per GPU
 cooldown of the stages that finish early into the next step's warmup, and the closed forms of §6 could not hold.
 So, on one clock, step k ends for all at T_k, the latest such end of any GPU; only a GPU that already computes for step
 k+1 by then has its edge at that beginning. (Waiting for the first input of step k+1 is no beginning: that is how an
-early stage spends its cooldown.)
+early stage spends its cooldown.) An evaluation is in no window: a step after one begins when all of the clock's GPUs
+have done with it, or a GPU's own work does.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.algebra.intervals import rows_by
+from bubblescope.ingest.settled import EVALUATION
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Notice, Run, Spans
 from bubblescope.model.notice import some
 
 Int = NDArray[np.int64]
+
+_NEVER = np.iinfo(np.int64).min
+_OPEN = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Windows:
 
     rank, step: shape (w,). start_ns, end_ns: the window. first: bool, no step before it was seen, so it starts at
     the first thing it did. close_ns: T_k of its step among the ranks on its clock.
-    base_ns: T_{k-1}, from which the replay counts.
+    base_ns: T_{k-1}, or the end of the evaluation since, from which the replay counts.
     """
 
     rank: Int
@@ -88,7 +93,8 @@ class Windows:
 
 
 def find_windows(run: Run) -> Windows:
-    """Windows of every finished step of every rank; warm-up steps are skipped and named. The step that was read only
+    """Windows of every finished step of every rank; warm-up steps, and those that follow an evaluation, are skipped and
+    named as long as others remain. The step that was read only
     because the next one begins where it ends, ``source.details["step_before"]``, has none.
 
     Example: ranks 0 and 1, one clock, optimizer of step 0 ends at 90 and 100, of step 1 at 190 and 200, first
@@ -98,8 +104,10 @@ def find_windows(run: Run) -> Windows:
     if edges is None:
         return _empty()
     edges = _drop_unfinished(edges)
-    skipped, all_warm = _skipped(run, np.unique(edges.step))
-    starts, ends, closes, bases, first = _place(edges, run.clock_part(edges.rank))
+    clock = run.clock_part(edges.rank)
+    evaluated, leaves = _evaluations(run, edges, clock)
+    skipped, all_warm = _skipped(run, np.unique(edges.step), np.unique(edges.step[evaluated != _NEVER]))
+    starts, ends, closes, bases, first = _place(edges, clock, evaluated, leaves)
     left_out = [run.source.details.get("step_before", -1), *(s.index for s in skipped)]
     keep = ~np.isin(edges.step, left_out) & (ends > starts)
     return Windows(
@@ -148,12 +156,12 @@ def _edges(spans: Spans) -> _Edges | None:
     optimizer = compute & (spans.kind == Kind.OPTIMIZER)
 
     def least(mask: NDArray[np.bool_]) -> Int:
-        out = np.full(len(keys), np.iinfo(np.int64).max)
+        out = np.full(len(keys), _OPEN)
         np.minimum.at(out, place[mask], spans.start_ns[mask])
         return out
 
     def most(mask: NDArray[np.bool_]) -> Int:
-        out = np.full(len(keys), np.iinfo(np.int64).min)
+        out = np.full(len(keys), _NEVER)
         np.maximum.at(out, place[mask], spans.end_ns[mask])
         return out
 
@@ -185,36 +193,71 @@ def _drop_unfinished(e: _Edges) -> _Edges:
     )
 
 
-def _skipped(run: Run, steps: Int) -> tuple[tuple[Skipped, ...], tuple[Notice, ...]]:
-    """Warm-up steps named by the recorder, as long as something else remains to analyse; else what to say of it."""
+def _evaluations(run: Run, e: _Edges, clock: Int) -> tuple[Int, Int]:
+    """Per row: when the evaluation before that step ended, on the last GPU of its clock (`_NEVER` where none was), and
+    when this GPU began the one after it (`_OPEN`)."""
+    ended, leaves = np.full(len(e.rank), _NEVER), np.full(len(e.rank), _OPEN)
+    if EVALUATION not in run.names.texts:
+        return ended, leaves
+    s = run.spans
+    covers = np.flatnonzero((s.step < 0) & (s.lane == Lane.COMPUTE) & (s.name == run.names.texts.index(EVALUATION)))
+    for rank, rows in rows_by(e.rank):
+        mine = covers[s.rank[covers] == rank]
+        place = np.searchsorted(e.busy_from_ns[rows], s.end_ns[mine], "left")
+        # One within a step, between its schedule calls, is part of it.
+        between = (place == 0) | (e.own_end_ns[rows[place - 1]] <= s.start_ns[mine])
+        before, after = between & (place < len(rows)), between & (place > 0)
+        np.maximum.at(ended, rows[place[before]], s.end_ns[mine[before]])
+        np.minimum.at(leaves, rows[place[after] - 1], s.start_ns[mine[after]])
+    where = np.unique(np.stack([clock, e.step], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    last = np.full(len(e.rank), _NEVER)
+    np.maximum.at(last, where, ended)
+    return last[where], leaves
+
+
+def _skipped(run: Run, steps: Int, evaluated: Int) -> tuple[tuple[Skipped, ...], tuple[Notice, ...]]:
+    """Warm-up steps named by the recorder, and steps after an evaluation, as long as something else remains to analyse;
+    else what to say of them."""
     warm = {int(s) for s in run.source.details.get("warmup_steps", ())} & {int(s) for s in steps}
+    said = []
     if warm and len(warm) >= len(steps):
         message = (
             f"every recorded step ({len(steps)} in all) is marked as warm-up; they are analysed nevertheless, with "
             "what only first steps do: creating communicators, inferring shapes, autotuning"
         )
-        return (), (Notice("warmup-only", message),)
-    why = "warm-up: communicators, metadata inference and autotuning happen here"
-    return tuple(Skipped(s, why) for s in sorted(warm)), ()
+        said.append(Notice("warmup-only", message))
+        warm = set()
+    after = {int(s) for s in evaluated} - warm
+    if after and len(warm | after) >= len(steps):
+        message = (
+            f"each of the {len(after)} steps follows an evaluation. The evaluation is in no step, but what a framework "
+            "sets up anew after one is (torch infers shapes again): it counts as host_launch"
+        )
+        said.append(Notice("evaluations-between", message))
+        after = set()
+    why = dict.fromkeys(after, "it follows an evaluation, after which frameworks set up anew")
+    why |= dict.fromkeys(warm, "warm-up: communicators, metadata inference and autotuning happen here")
+    return tuple(Skipped(s, why[s]) for s in sorted(why)), tuple(said)
 
 
-def _place(e: _Edges, clock: Int) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
-    """start, end, T_k, T_{k-1} and "first" per row; rows are sorted by rank, then step. clock: number per row; rows of
-    one number share their edges."""
+def _place(e: _Edges, clock: Int, evaluated: Int, leaves: Int) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
+    """start, end, T_k, base and "first" per row; rows are sorted by rank, then step. clock: number per row; rows of
+    one number share their edges. evaluated, leaves: see
+    `_evaluations`."""
     n = len(e.rank)
     follows = np.zeros(n, dtype=np.bool_)
     if n:
         follows[1:] = (e.rank[1:] == e.rank[:-1]) & (e.step[1:] == e.step[:-1] + 1)
     together, where = np.unique(np.stack([clock, e.step], axis=1), axis=0, return_inverse=True)
     where = where.reshape(-1)
-    close_of = np.full(len(together), np.iinfo(np.int64).min)
+    close_of = np.full(len(together), _NEVER)
     np.maximum.at(close_of, where, e.own_end_ns)
     close = close_of[where]
-    next_busy = np.full(n, np.iinfo(np.int64).max)
-    next_busy[:-1][follows[1:]] = e.busy_from_ns[1:][follows[1:]]
+    next_busy = leaves.copy()
+    next_busy[:-1][follows[1:]] = np.minimum(leaves[:-1], e.busy_from_ns[1:])[follows[1:]]
     end = np.maximum(np.minimum(close, next_busy), e.own_end_ns)
     # A step without a predecessor starts where the first of its ranks began.
-    begin_of = np.full(len(together), np.iinfo(np.int64).max)
+    begin_of = np.full(len(together), _OPEN)
     np.minimum.at(begin_of, where, e.begin_ns)
     before = begin_of[where]
     start = before.copy()
@@ -222,7 +265,8 @@ def _place(e: _Edges, clock: Int) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]
     base_of = begin_of.copy()
     adjacent = np.flatnonzero((np.diff(together, axis=0) == [0, 1]).all(axis=1))
     base_of[adjacent + 1] = close_of[adjacent]
-    return start, end, close, base_of[where], ~follows
+    start = np.maximum(start, np.minimum(evaluated, e.busy_from_ns))
+    return start, end, close, np.maximum(base_of[where], evaluated), ~follows
 
 
 def _holes(run: Run, e: _Edges) -> list[Notice]:

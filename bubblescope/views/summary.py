@@ -216,8 +216,8 @@ def _cost(data: dict[str, Any]) -> str:
 
 
 def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
-    """Causes with their share of the headline's loss, largest first; the intrinsic ones count together, as
-    "schedule". Bubbles leave out what would idle a GPU without any pipeline."""
+    """Causes with their share of the headline's loss, largest first; those that shorten waiting (negative) last; the
+    intrinsic ones count together, as "schedule". Bubbles leave out what would idle a GPU without any pipeline."""
     loss = headline(data)
     bubbles = loss is not None and loss.what == "bubbles"
     scale = loss.of_idle if loss is not None and loss.of_idle > 0 else 1.0
@@ -228,19 +228,24 @@ def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
             continue
         name = "schedule" if cause.name in INTRINSIC_CAUSES else cause.name
         grouped[name] = grouped.get(name, 0.0) + float(share) / scale
-    return sorted(((n, s) for n, s in grouped.items() if s > 0), key=lambda pair: (-pair[1], pair[0]))
+    return sorted(grouped.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
 def _reason(report: ReportLike) -> str:
     found, loss = reasons(report.data), headline(report.data)
     if loss is not None and loss.what == "idle":
         return f"; the pipeline's share of it is {unavailable(report.data, 'fraction')}."
-    if not found:
+    if value(report.data, "replay", "trusted") is False:
+        return f"; what causes it is {unavailable(report.data, 'not-trusted', 'replay', 'causes')}."
+    if not found or found[0][1] <= 0:
         return "."
     name, share = found[0]
     if len(found) > 1 and found[1][1] >= SECOND_REASON:
         second = f", {fmt.percent(found[1][1], 0)} because {_because(report, found[1][0])}"
-        return f"; {fmt.percent(share, 0)} of that because {_because(report, name)}{second}."
+        # Causes are signed and sum to the loss: two of them alone may be more than all of it.
+        over = sum(s for _, s in found if s < 0) if share + found[1][1] > 1 else 0.0
+        less = f", less {fmt.percent(-over, 0)} by which others shorten the waiting" if over < -0.005 else ""
+        return f"; {fmt.percent(share, 0)} of that because {_because(report, name)}{second}{less}."
     how_much = "most of it" if share >= 0.5 else f"the largest part ({fmt.percent(share, 0)})"
     return f"; {how_much} because {_because(report, name)}."
 

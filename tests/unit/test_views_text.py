@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -65,6 +66,28 @@ def test_hours_and_money_leave_out_what_the_fraction_leaves_out(report: FakeRepo
     hours = sum(v["gpu_hours"] for c, v in report.data["cost"]["per_cause"].items() if c not in outside)
     assert lost_hours(report.data) == pytest.approx(hours)
     assert sum(share for _, share in reasons(report.data)) == pytest.approx(1.0)
+
+
+def test_two_causes_of_more_than_the_whole_loss_name_what_others_take_off(report: FakeReport) -> None:
+    data = copy.deepcopy(report.data)
+    causes = data["causes"]
+    idle = data["bubble"]["gpu_idle_fraction"] / data["bubble"]["fraction"]
+    for cause in causes.values():
+        cause["share_of_idle"] = 0.0
+    for name, share in (("warmup", 0.5), ("p2p_transfer", 0.6), ("transient", -0.1)):
+        causes[name]["share_of_idle"] = share / idle
+    sentence = first_screen(replace(report, data=data)).sentence
+    assert "60 % of that because stages wait" in sentence
+    assert ", 50 % because 1F1B" in sentence
+    assert sentence.endswith(", less 10 % by which others shorten the waiting.")
+
+
+def test_no_cause_is_named_where_the_attribution_is_not_to_be_trusted(report: FakeReport) -> None:
+    data = copy.deepcopy(report.data)
+    data["replay"]["trusted"] = False
+    data["source"]["warnings"].append({"code": "attribution-not-trusted", "message": "the replay differs by 32.6%"})
+    sentence = first_screen(replace(report, data=data)).sentence
+    assert sentence.endswith("what causes it is unavailable, because the replay differs by 32.6%.")
 
 
 def test_where_bubbles_are_unknown_the_sentence_speaks_of_idle_time_and_says_why() -> None:

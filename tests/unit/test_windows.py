@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bubblescope.analysis.windows import find_windows
-from bubblescope.model import Clock, Kind, Lane, Names, Run, Source, SpanBuilder
+from bubblescope.ingest.settled import EVALUATION
+from bubblescope.model import Clock, Kind, Lane, Names, Run, Source, SpanBuilder, Spans
 
 
 def run_of(rows: list[tuple[int, int, Kind, int, int]], *, aligned: bool = True, warmup: tuple[int, ...] = ()) -> Run:
@@ -96,3 +97,51 @@ def test_missing_steps_are_counted_without_being_listed() -> None:
     assert said == ["499999998 steps are missing of every rank: 4, 6, 8, 10, 12, 14, 16, 18 …"]
     every_tenth = [(rank, 10 * step, *row) for rank, step, *row in TWO_RANKS]
     assert find_windows(run_of(every_tenth)).notices == ()
+
+
+def evaluating(*covers: tuple[int, int, int]) -> Run:
+    """Two ranks of three steps; each cover is (rank, start, end) of an evaluation."""
+    third = [(rank, 2, kind, start + 100, end + 100) for rank, step, kind, start, end in TWO_RANKS if step == 1]
+    run = run_of([*TWO_RANKS, *third])
+    names = Names()
+    rows = SpanBuilder()
+    for rank, start, end in covers:
+        rows.add(rank=rank, step=-1, kind=Kind.OTHER, lane=Lane.COMPUTE, device=0, start_ns=start, end_ns=end,
+                 name=names.intern(EVALUATION))  # fmt: skip
+    return replace(run, spans=Spans.concat([run.spans, rows.build()]).sorted(), names=names)
+
+
+def test_a_step_after_an_evaluation_is_left_out_as_long_as_others_remain() -> None:
+    w = find_windows(evaluating((0, 101, 104), (1, 102, 108)))
+    assert w.steps.tolist() == [0, 2]
+    (skipped,) = w.skipped
+    assert skipped.index == 1 and "follows an evaluation" in skipped.why
+    assert not w.notices
+
+
+def test_an_evaluation_is_in_no_window_and_steps_begin_after_it() -> None:
+    between = [(0, 1, 5), (1, 2, 8), (0, 101, 104), (1, 102, 108), (0, 201, 204), (1, 202, 208)]
+    run = evaluating(*between)
+    w = find_windows(run)
+    assert [n.code for n in w.notices] == ["evaluations-between"]
+    assert w.steps.tolist() == [0, 1, 2]
+    assert w.start_ns.tolist() == [10, 108, 208] * 2
+    assert w.end_ns.tolist() == [100, 200, 300] * 2
+    assert w.base_ns.tolist() == [10, 108, 208] * 2
+
+
+def test_a_gpu_that_trains_again_while_others_evaluate_begins_its_step_then() -> None:
+    w = find_windows(evaluating((0, 1, 5), (1, 2, 8), (0, 101, 104), (1, 102, 120), (0, 201, 204), (1, 202, 208)))
+    assert w.start_ns.tolist() == [10, 110, 208, 10, 120, 208]
+
+
+def test_an_evaluation_within_a_step_is_part_of_it() -> None:
+    w = find_windows(evaluating((0, 151, 160), (1, 152, 165)))
+    assert w.steps.tolist() == [0, 1, 2] and not w.skipped and not w.notices
+    assert w.start_ns.tolist() == [10, 100, 200] * 2
+
+
+def test_a_gpu_that_evaluates_while_others_end_their_step_leaves_it_then() -> None:
+    w = find_windows(evaluating((0, 91, 104), (1, 102, 108)))
+    assert w.steps.tolist() == [0, 2]
+    assert w.end_ns.tolist() == [91, 300, 100, 300]
