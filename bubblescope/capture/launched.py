@@ -37,8 +37,12 @@ def begin(settings: Settings) -> None:
         return
     _begun = True
     notes.leave(notes.IMPORTED)
-    from bubblescope.capture.recorder import Options, Recorder
+    from bubblescope.capture.recorder import Options, Recorder, active
 
+    own = active()
+    if own is not None:  # the script's own bubblescope.record came first
+        notes.leave(notes.INNER, str(own.folder))
+        return
     options = Options(
         every=settings.every,
         warmup=settings.warmup,

@@ -23,7 +23,7 @@ UNCHOSEN = "unchosen"
 LOST = "lost"
 """Lines of a recording could not be written. The text says why."""
 INNER = "inner"
-"""Another `bubblescope run` inside the command recorded. The text is its folder."""
+"""Another `bubblescope run` in the command, or `bubblescope.record` in the script, records. The text is its folder."""
 _RANK = "rank-"
 
 

@@ -40,7 +40,7 @@ SAMPLED_EVERY = 10
 class Options:
     """every: record one step in so many; None = all, or one in `SAMPLED_EVERY` where that is safer.
     warmup: first steps flagged, which analysis leaves out.
-    max_steps: stop recording after so many recorded steps; None = until stopped.
+    max_steps: stop recording after so many recorded steps beside those; None = until stopped.
     framework: whose hooks, a key of `hooks.CHOICES`. ranks: global ranks that record; None = all.
     launched: nobody asked for it in this process (`bubblescope run`): it imports no framework itself, and writes
     nothing unless this process turns out to be a rank that runs a pipeline."""
@@ -78,6 +78,7 @@ class Recorder:
         self.running = False
         self.framework = ""
         self.recorded_steps = 0
+        self._warmup_steps = 0
         self._clock = environment.clock_anchor()
         self._lock = threading.RLock()
         self._drop_lock = threading.Lock()  # of its own: the writer's thread takes it while `stop` waits for that
@@ -294,8 +295,9 @@ class Recorder:
             self._submit(finished)
         if not buffer.evaluation and not buffer.partial:
             self.recorded_steps += 1
+            self._warmup_steps += buffer.warmup
         limit = self.options.max_steps
-        if limit is not None and self.recorded_steps >= limit and self.running:
+        if limit is not None and self.recorded_steps - self._warmup_steps >= limit and self.running:
             self.stop()
 
     def _submit(self, buffer: StepBuffer) -> None:
@@ -480,7 +482,7 @@ def record(
     Call it in every rank; one folder per job. Recording starts at once, also without ``with``.
     every: record one step in so many; None = all, but one in ten on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where
     timing events may slow the job. warmup: first steps, flagged so that analysis leaves them out (they set up
-    communicators and infer shapes). max_steps: stop by itself after so many recorded steps.
+    communicators and infer shapes). max_steps: stop by itself after so many recorded steps beside those.
     Raises UsageError on options that make no sense. When this process already records, that recording goes on and
     the handle does nothing.
 

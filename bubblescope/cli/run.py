@@ -38,7 +38,7 @@ from bubblescope.model.notice import counted
     show_default=True,
     help="Whose hooks go in; auto: of what the job imports.",
 )
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Stop recording after N recorded steps.")
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Stop after N recorded steps, not counting warm-up.")
 @click.option(
     "--every",
     type=click.IntRange(1),
@@ -146,7 +146,7 @@ def _why_nothing(found: Mapping[str, str], settings: Settings, status: int) -> s
     if notes.LOST in found:
         return found[notes.LOST]
     if notes.INNER in found:
-        return f"another `bubblescope run` inside the command did, into {found[notes.INNER]}"
+        return f"the command did so itself, by `bubblescope run` or bubblescope.record, into {found[notes.INNER]}"
     world = found.get(notes.UNCHOSEN, "")
     if settings.ranks is not None and world and min(settings.ranks) >= int(world):
         return f"--ranks names none of the {counted(int(world), 'rank')} of this job, which are numbered from 0"

@@ -8,7 +8,7 @@ import pytest
 
 from bubblescope.capture import launched, notes
 from bubblescope.capture.environment import Settings
-from bubblescope.capture.recorder import Options, Recorder
+from bubblescope.capture.recorder import Options, Recorder, record
 
 
 @pytest.fixture
@@ -58,3 +58,14 @@ def test_a_folder_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "gone"))
     notes.leave(notes.LOADED)
     assert notes.read(tmp_path / "gone") == {} and notes.read(None) == {}
+
+
+def test_a_script_that_records_by_itself_is_left_alone_and_its_folder_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launched, "_begun", False)
+    with record(tmp_path / "own") as own:
+        launched.begin(Settings("record", str(tmp_path / "out")))
+        assert own.recorder is not None and own.recorder.running
+    assert notes.read(folder) == {notes.IMPORTED: "", notes.INNER: str(tmp_path / "own")}
+    assert not (tmp_path / "out").exists()

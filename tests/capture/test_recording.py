@@ -177,8 +177,8 @@ def test_sampling_records_every_second_step(odd: tuple) -> None:  # type: ignore
 
 
 def test_max_steps_stops_by_itself_and_the_training_goes_on(odd: tuple) -> None:  # type: ignore[type-arg]
-    run = recording.read(odd[0] / "max-steps")
-    assert steps_of(run) == [0, 1] and run.notices == ()
+    run = recording.read(odd[0] / "max-steps")  # 2, and the warm-up step
+    assert steps_of(run) == [0, 1, 2] and run.notices == ()
     assert len(odd[1]["max-steps"][1].losses) == 5
 
 
