@@ -145,7 +145,9 @@ def check_operations(run: Run, case: Case) -> None:
 
 def check_report(data: dict[str, Any], case: Case) -> None:
     assert data["pipeline"]["microbatches"] == case.microbatches and data["pipeline"]["stages"] == STAGES
-    assert data["replay"]["trusted"] and data["steps"]["analysed"] == case.steps - 1
+    evaluated = range(2, case.steps, 2) if "--evaluate" in case.arguments else ()  # after each second step
+    assert data["replay"]["trusted"] and [step["index"] for step in data["steps"]["skipped"]] == [0, *evaluated]
+    assert data["steps"]["analysed"] == case.steps - 1 - len(evaluated)
     assert data["bubble"]["fraction"] is not None and 0 < data["bubble"]["fraction"] < 1
     for gpu in data["gpus"]:
         assert sum(gpu["causes"].values()) == pytest.approx(gpu["idle"], abs=1e-6)
