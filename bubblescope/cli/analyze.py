@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +33,13 @@ from bubblescope.errors import InputError, ThresholdExceeded, UsageError
 from bubblescope.model.notice import Notice
 
 if TYPE_CHECKING:
+    from bubblescope.ingest.parallel import Executor
     from bubblescope.report.build import Report, ReportOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 WORTH_A_POOL = 48 << 20
 """Bytes of (packed) traces from which on processes are started without being asked for: about a second of reading."""
-RETRIES = 3
-"""How often a dask cluster may lose the worker that reads a file before this is an error."""
 
 
 @dataclass(frozen=True)
@@ -330,8 +328,14 @@ def _dask_pool(scheduler: str | None) -> Iterator[Executor]:
             "--engine dask needs the address of a scheduler", hint="for example --scheduler tcp://127.0.0.1:8786"
         )
     require("--engine dask", "dask", "distributed")
+    import logging
+
     from distributed import Client
 
+    from bubblescope.ingest.cluster import DaskPool
+
+    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said by us, without tracebacks
     try:
         client = Client(scheduler, timeout=10)
     except (OSError, ValueError) as error:
@@ -339,4 +343,4 @@ def _dask_pool(scheduler: str | None) -> Iterator[Executor]:
             f"no dask scheduler answers at {scheduler}", hint="is it running, and is the address right?"
         ) from error
     with client:
-        yield client.get_executor(retries=RETRIES)
+        yield DaskPool(client, lambda what: click.echo(f"warning: {what}", err=True))

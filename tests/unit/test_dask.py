@@ -5,24 +5,30 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from bubblescope.cli import analyze as command
-from bubblescope.errors import UsageError
+from bubblescope.errors import InputError, UsageError
+from bubblescope.ingest import cluster as module
 from bubblescope.ingest import read
 from bubblescope.ingest.kineto import read_part
 from bubblescope.ingest.parallel import over_files
 from bubblescope.ingest.part import Part
-from tests.support.dask_reader import fatal_once
+from tests.support.dask_reader import endless, fatal_once
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 
 pytest.importorskip("distributed", reason="the dask extra is not installed")
@@ -32,6 +38,7 @@ REPO = Path(__file__).resolve().parents[2]
 @dataclass
 class Cluster:
     address: str
+    scheduler: subprocess.Popen[bytes]
     workers: list[subprocess.Popen[bytes]]
 
 
@@ -64,7 +71,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         options = (address, "--nthreads", "1", "--no-nanny", "--host", "127.0.0.1")
         for number in (1, 2):
             processes.append(_start("dask_worker", *options, log=tmp_path / f"worker{number}.log"))
-        yield Cluster(address, processes[1:])
+        yield Cluster(address, processes[0], processes[1:])
     finally:
         for process in processes:
             process.kill()
@@ -110,6 +117,66 @@ def test_the_command_reads_on_the_cluster(cluster: Cluster, job: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["source"]["ranks"] == [0, 1, 2, 3]
+
+
+def test_a_scheduler_that_is_lost_in_mid_run_is_an_input_error(cluster: Cluster, job: Path) -> None:
+    paths = [str(p) for p in job.iterdir()]
+    killer = threading.Timer(2, cluster.scheduler.kill)
+    with command.reading_pool("dask", cluster.address, None) as executor:
+        killer.start()
+        with pytest.raises(InputError, match=f"the dask scheduler at {cluster.address} was lost"):
+            list(over_files(endless, paths, executor))
+    killer.join()
+
+
+def test_a_cluster_without_workers_is_told_once_and_then_given_up(
+    cluster: Cluster, job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "TELL_AFTER_S", 1.0)
+    monkeypatch.setattr(module, "END_AFTER_S", 4.0)
+    for worker in cluster.workers:
+        worker.kill()
+    with (
+        command.reading_pool("dask", cluster.address, None) as executor,
+        pytest.raises(InputError, match=r"no worker has been connected .* for 4 s"),
+    ):
+        read(job, executor=executor)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"warning: no worker is connected to the dask scheduler at {cluster.address}; waiting for one"
+
+
+def test_relative_paths_mean_the_same_to_workers_in_another_folder(
+    cluster: Cluster, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job)
+    with command.reading_pool("dask", cluster.address, None) as executor:
+        assert read(".", executor=executor).ranks == [0, 1, 2, 3]
+
+
+def test_a_file_that_only_a_worker_does_not_see_is_said_to_be_so(cluster: Cluster) -> None:
+    with command.reading_pool("dask", cluster.address, None) as executor:
+        ((_, result),) = over_files(read_part, ["/nowhere/rank0.json"], executor)
+    assert isinstance(result, InputError)
+    assert re.search(r"the dask worker on \S+ does not see this file", str(result))
+
+
+def test_a_file_that_kills_every_worker_costs_only_itself() -> None:
+    from distributed import KilledWorker
+
+    class Client:
+        """A cluster whose workers die of one file."""
+
+        scheduler = SimpleNamespace(address="tcp://x")
+
+        def submit(self, function: Callable[..., Any], *args: Any, **_: Any) -> Any:
+            result = Mock(side_effect=KilledWorker("a", None, 4)) if "bad" in args[1] else Mock(return_value="read")
+            return SimpleNamespace(result=result)
+
+    pool = module.DaskPool(Client(), lambda what: None)
+    good, bad = (result for _, result in over_files(read_part, ["good.json", "bad.json"], pool))
+    assert good == "read"
+    assert isinstance(bad, InputError)
+    assert "were killed" in str(bad)
 
 
 def test_a_scheduler_that_does_not_answer_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
