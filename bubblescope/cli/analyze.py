@@ -15,6 +15,7 @@ from bubblescope.cli.output import (
     OUTPUT_FOLDER,
     FiniteRange,
     check_targets,
+    ended_by_sigterm,
     json_option,
     limit_options,
     markdown_option,
@@ -242,7 +243,7 @@ def make_report(
 
     names = () if names_file is None else usernames.load(names_file)
     chosen = ReadOptions(names=names, cache=cache, keep_cpu_ops=keep_cpu_ops).limited(max_events, max_bytes)
-    with reading():
+    with ended_by_sigterm(), reading():
         run = read(paths, format=format_name, executor=executor, options=chosen)
     with progress("attributing"):
         run = prepare(run)  # by the same name, so that what labels have replaced is not held beside it

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from bubblescope.cli import demo_worker
 from bubblescope.cli.analyze import Outputs, check_outputs, deliver, make_report
-from bubblescope.cli.output import OUTPUT_FOLDER, json_option, progress, results, writing
+from bubblescope.cli.output import OUTPUT_FOLDER, ended_by_sigterm, json_option, progress, results, writing
 from bubblescope.errors import ScheduleError, UsageError
 from bubblescope.model.notice import counted
 
@@ -138,23 +133,6 @@ def prepare(folder: Path) -> None:
         except OSError as error:
             error.filename = str(folder)
             raise
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exception would, so that its workers are ended too; the exit status is 143."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def train(options: demo_worker.DemoOptions) -> list[float]:

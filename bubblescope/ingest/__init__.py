@@ -22,7 +22,7 @@ from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Notice, Run, checks
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "read"]
-_PACKING = re.compile(r"\.(?:gz|zstd?)$", re.IGNORECASE)
+_PACKING = re.compile(r"\.(?:gz|zstd?|bz2|xz|zip|7z|lz4)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,13 @@ def _nested(found: list[discover.Found]) -> dict[str, list[str]]:
 
 
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:
-    """Files that only by their name are traces: reading them says what is wrong with them."""
+    """Files that only by their name are traces (in folders: packed ones): reading them says what is wrong."""
     for reader in reversed(candidates):
         if reader.files:
             module = reader.load()
-            units = [f.unit for f in found if module.looks_like(f.unit) and not Path(f.unit).is_dir()]
+            folders = [f.unit for f in found if Path(f.unit).is_dir()]
+            units = [f.unit for f in found if module.looks_like(f.unit) and f.unit not in folders]
+            units += [n for f in folders for n in discover.files_below(f, module.looks_like) if _PACKING.search(n)]
             if units:
                 return {reader.name: units}
     return {}

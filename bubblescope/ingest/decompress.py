@@ -20,6 +20,7 @@ _PACKED = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPED = tuple(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))
+_OTHERS = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip", b"7z\xbc\xaf": "7z", b"\x04\x22\x4d\x18": "lz4"}
 _GZIP_LENGTH = 4
 """Bytes behind the checksum of a gzip member."""
 _CHECKSUM = re.compile("incorrect (?:data|length) check|checksum")
@@ -69,8 +70,19 @@ def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
     elif start.startswith(_ZSTD):
         plain = _unzstd(path, notices)
     else:
+        _refuse_others(start, path)
         plain = _raw(path, BLOCK)
     yield from _as_utf8(_bounded(plain, path, max_bytes))
+
+
+def _refuse_others(start: bytes, path: str) -> None:
+    for begin, name in _OTHERS.items():
+        if start.startswith(begin):
+            raise InputError(
+                f"the file is packed by {name}, which is not supported",
+                hint="unpack it, or pack it with gzip or zstd",
+                where=path,
+            )
 
 
 def ahead(blocks: Iterator[bytes], depth: int = 4) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from bubblescope.ingest.parallel import Executor, over_files
 from bubblescope.ingest.part import Part, merge
 from bubblescope.model import Notice, Run
 
-_SUFFIX = re.compile(r"\.json(\.gz|\.zst|\.zstd)?$|^rank\d+_trace$|\.pt\.trace(\.|$)", re.IGNORECASE)
+_SUFFIX = re.compile(r"\.json(\.(gz|zstd?|bz2|xz|zip|7z|lz4))?$|^rank\d+_trace$|\.pt\.trace(\.|$)", re.IGNORECASE)
 _MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"distributedInfo"', b'"baseTimeNanoseconds"')
 _LIST_MARKS = (b'"ph"', b'"cat"')
 _NOT_OURS = (b'"pp_rank"', b'"model_chunk"', b'"iteration begin"')

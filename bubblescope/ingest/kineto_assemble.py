@@ -99,7 +99,8 @@ def _refuse_unusable_times(scan: Scan) -> None:
         return
     raise InputError(
         f"{what} cannot be used: {'; '.join(f'{n} have {why}' for why, n in sorted(scan.dropped.items()))}",
-        hint="record or export it again, as complete events (ph X) whose times are numbers that count microseconds",
+        hint="record or export it again, as complete events (ph X) whose times are numbers that count microseconds, "
+        "none of them after the year 2042",
         where=scan.path,
     )
 

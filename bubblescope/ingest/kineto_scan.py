@@ -64,7 +64,7 @@ def scan_blocks(
     result.file_ranks = reader.file_ranks
     base = reader.head.get("baseTimeNanoseconds") or 0
     result.base_ns = integer(base)
-    if not 0 <= result.base_ns < MAX_NS:
+    if not 0 <= result.base_ns < MAX_NS or (type(base) is int and base != result.base_ns):
         message = f"baseTimeNanoseconds is {str(base)[:40]!r}, which is no time: this rank's clock is not the others'"
         result.notices.append(Notice("base-time-unusable", message, path))
         result.base_ns = 0
@@ -270,7 +270,7 @@ class _Reader:
         self.truncated = self.truncated or end is None
         self._after = after[:end]
         extra = len(after[len(self._after) :].strip()) + self._beyond
-        self.trailing = extra if extra > 8 else 0
+        self.trailing = extra
 
     def _decode(self, text: bytes) -> None:
         """Add the events of ``{…}, {…}``; the ladder."""

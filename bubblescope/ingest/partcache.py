@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,8 @@ SMALLEST = 256 << 10
 """Files below this many bytes are read faster than they are looked up."""
 MOST_BYTES = 2 << 30
 """What the folder may hold; BUBBLESCOPE_CACHE_BYTES says otherwise."""
+_WRITING_S = 3600
+"""A part that is not finished after so many seconds will never be."""
 
 
 def through(path: str, options: ReadOptions, read: Callable[[str], Part]) -> Part:
@@ -41,7 +44,8 @@ def through(path: str, options: ReadOptions, read: Callable[[str], Part]) -> Par
 
 
 def prune(most_bytes: int | None = None) -> None:
-    """Remove the parts that were not used for longest until the folder holds `most_bytes`."""
+    """Remove the parts that were not used for longest until the folder holds `most_bytes`, and what processes that were
+    killed had not written to its end."""
     limit = most_bytes if most_bytes is not None else _limit()
     try:
         found = [(p.stat(), p) for p in userfolder.cache_folder("parts").iterdir()]
@@ -49,10 +53,10 @@ def prune(most_bytes: int | None = None) -> None:
         return
     total = sum(info.st_size for info, _ in found)
     for info, path in sorted(found, key=lambda entry: entry[0].st_mtime_ns):
-        if total <= limit:
-            return
-        path.unlink(missing_ok=True)
-        total -= info.st_size
+        unfinished = path.name.startswith(partfile.UNFINISHED)
+        if time.time() - info.st_mtime > _WRITING_S if unfinished else total > limit:
+            path.unlink(missing_ok=True)
+            total -= info.st_size
 
 
 def _limit() -> int:

@@ -25,6 +25,8 @@ from bubblescope.model import Names, Spans
 from bubblescope.model.spans import is_one_value
 
 MAGIC = b"bubblescope part 2\n"
+UNFINISHED = ".part-"
+"""What the name of a file begins with that is being written."""
 _ALIGN = 64
 _COLUMNS = tuple(f.name for f in fields(Spans))
 
@@ -54,7 +56,7 @@ def write(part: Part, path: Path) -> None:
         header.arrays[name] = (array.dtype.str, shape, header.size)
         header.size += -(-array.nbytes // _ALIGN) * _ALIGN
         header.crc = zlib.crc32(array.data.cast("B") if array.size else b"", header.crc)
-    handle, temporary = tempfile.mkstemp(prefix=".part-", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             head = msgspec.json.encode(header)

@@ -7,9 +7,11 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +24,8 @@ from bubblescope.ingest.parallel import alive, attempt
 from bubblescope.ingest.part import Part
 
 T = TypeVar("T")
+_PREFIX = "bubblescope-results-"
+_DAY_S = 86_400
 
 
 class LocalPool(ProcessPoolExecutor):
@@ -33,7 +37,8 @@ class LocalPool(ProcessPoolExecutor):
 
     def __init__(self, processes: int, at_least: int = 0) -> None:
         self._at_least = at_least
-        self._folder = tempfile.TemporaryDirectory(prefix="bubblescope-")
+        _remove_leftovers()
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         super().__init__(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
     def worth_it(self, sizes: Sequence[int]) -> bool:
@@ -67,6 +72,14 @@ class LocalPool(ProcessPoolExecutor):
             return None
         finally:
             self._folder.cleanup()
+
+
+def _remove_leftovers() -> None:
+    """Folders of results of processes that were killed: nothing was written to them for a day."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _DAY_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _to_file(read: Callable[[str], Any], path: str, target: str) -> Any:

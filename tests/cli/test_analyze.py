@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,14 @@ def test_a_bubble_that_could_not_be_measured_does_not_pass_the_limit() -> None:
     report.data["bubble"]["fraction"] = None
     with pytest.raises(InputError, match="cannot be measured"):
         command.check_threshold(report, 0.9)
+
+
+def test_a_request_to_end_ends_reading_as_an_exception_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bubblescope.ingest.read", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        command.make_report(["x"], ReportOptions())
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_one_job_or_little_to_read_stays_in_this_process_and_several_jobs_are_a_pool() -> None:

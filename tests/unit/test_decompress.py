@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
+import lzma
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +25,13 @@ TEXT = b"".join(b'{"event": %d}\n' % i for i in range(50_000))
 def inflater(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "zlib":
         monkeypatch.setattr(decompress, "_isal", lambda: None)
+
+
+def zipped(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("rank0.json", data)
+    return out.getvalue()
 
 
 def unpack(path: Path, data: bytes, limit: int = 1 << 30) -> tuple[bytes, list[Notice]]:
@@ -122,6 +133,12 @@ def test_a_byte_order_mark_tells_the_encoding_and_goes(
 def test_a_member_whose_output_fills_a_block_exactly_is_whole(tmp_path: Path) -> None:
     plain = bytes(BLOCK)
     assert unpack(tmp_path / "full.gz", gzip.compress(plain) + gzip.compress(TEXT)) == (plain + TEXT, [])
+
+
+@pytest.mark.parametrize(("pack", "name"), [(bz2.compress, "bzip2"), (lzma.compress, "xz"), (zipped, "zip")])
+def test_a_packing_that_is_not_supported_is_named(tmp_path: Path, pack: Callable[[bytes], bytes], name: str) -> None:
+    with pytest.raises(InputError, match=f"packed by {name}, which is not supported"):
+        unpack(tmp_path / "rank0.json.x", pack(TEXT))
 
 
 def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 from pathlib import Path
@@ -226,6 +227,21 @@ def test_a_packed_file_of_which_nothing_unpacks_is_not_called_empty(tmp_path: Pa
     (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}')[:10])
     with pytest.raises(InputError, match="the gzip stream ends early; nothing of it could be unpacked"):
         read(tmp_path / "rank0.json.gz")
+
+
+def test_a_folder_of_files_with_an_unsupported_packing_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json.bz2").write_bytes(bz2.compress(b'{"traceEvents": []}'))
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(InputError, match="bzip2, which is not supported"):
+        read(tmp_path)
+
+
+def test_a_time_beyond_the_calendar_is_told_with_the_limit(tmp_path: Path) -> None:
+    event = '{"ph": "X", "cat": "kernel", "name": "k", "ts": 2500000000000000, "dur": 3, "pid": 0, "tid": 7}'
+    (tmp_path / "rank0.json").write_text(f'{{"traceEvents": [{event}]}}')
+    with pytest.raises(InputError, match="1 of 1 GPU events cannot be used") as caught:
+        read(tmp_path / "rank0.json")
+    assert "after the year 2042" in caught.value.hint
 
 
 def test_an_unknown_format_is_wrong_usage(tmp_path: Path) -> None:

@@ -444,7 +444,7 @@ def test_nanoseconds_in_decimal_text_survive_as_they_are(tmp_path: Path) -> None
         assert scan(str(tmp_path / "one.json")).events.start_ns.tolist() == [ns]
 
 
-@pytest.mark.parametrize("base", [2**63 - 1, -5, 2**61, "soon", 1e300, [1], True])
+@pytest.mark.parametrize("base", [2**63 - 1, 2**70, -5, 2**61, "soon", 1e300, [1], True])
 def test_a_base_time_that_is_none_is_not_added_and_said(tmp_path: Path, base: Any) -> None:
     docs = documents()
     docs[2]["baseTimeNanoseconds"] = base

@@ -244,6 +244,13 @@ def test_a_second_list_of_events_is_counted_and_not_read(
     assert found.head == ({"end": 2} if "end" in first else {})
 
 
+def test_a_single_byte_behind_the_trace_is_said() -> None:
+    data = f'{{"traceEvents": [{_entry(0)}]}}\n'.encode()
+    assert not scan_blocks([data], "x").notices
+    (notice,) = scan_blocks([data + b"x\n"], "x").notices
+    assert notice.message.startswith("1 bytes follow the end of the trace")
+
+
 @pytest.mark.parametrize("size", [10, 1 << 19])
 @pytest.mark.parametrize("chunk", [kineto_scan.CHUNK, 700])
 @pytest.mark.parametrize("inside", ['"traceEvents": []', '"a": [{"]}": 1, "traceEvents": [{"ph": "X", "ts": 1}]}]'])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,6 +124,7 @@ def test_a_worker_that_is_killed_is_an_error_with_a_hint(folder: Path) -> None:
 SLEEPER = """
 import sys, time, pathlib
 from bubblescope.ingest.parallel import over_files
+from bubblescope.cli.output import ended_by_sigterm
 from bubblescope.ingest.pool import LocalPool
 
 def sleep(path):
@@ -130,7 +132,7 @@ def sleep(path):
     time.sleep(300)
 
 if __name__ == "__main__":
-    with LocalPool(2) as pool:
+    with ended_by_sigterm(), LocalPool(2) as pool:
         list(over_files(sleep, sys.argv[1:], pool))
 """
 
@@ -168,8 +170,10 @@ def test_ctrl_c_does_not_reach_a_process_that_has_just_begun() -> None:
     assert signal.SIGINT not in blocked("x")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_it_ends_no_process_stays_and_after_ctrl_c_no_file(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_ends_no_process_stays_and_after_a_request_to_end_no_file(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     script, temporary = tmp_path / "sleeper.py", tmp_path / "tmp"
     script.write_text(SLEEPER)
     temporary.mkdir()
@@ -188,8 +192,21 @@ def test_however_it_ends_no_process_stays_and_after_ctrl_c_no_file(tmp_path: Pat
         process.send_signal(number)
     process.wait(60)
     assert _until(lambda: not any(map(_alive, children)))
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
         assert not list(temporary.iterdir())
+
+
+def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with LocalPool(1) as living:
+        (old,) = tmp_path.iterdir()
+        (old / "0.part").touch()
+        with LocalPool(1):
+            assert len(list(tmp_path.iterdir())) == 2
+        os.utime(old, (1000, 1000))
+        with LocalPool(1):
+            assert old not in tmp_path.iterdir()
+        assert living.worth_it([1, 1])
 
 
 def test_reading_is_bound_to_nothing_but_the_path() -> None:

@@ -196,6 +196,17 @@ def test_the_folder_is_bounded_and_the_oldest_go_first(
     assert not list(folder.iterdir())
 
 
+def test_what_was_not_written_to_its_end_goes_after_an_hour(job: Path, folder: Path) -> None:
+    read(job, options=CACHED)
+    kept = set(folder.iterdir())
+    old, new = folder / ".part-old", folder / ".part-new"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1000, 1000))
+    partcache.prune()
+    assert set(folder.iterdir()) == {*kept, new}
+
+
 def test_a_cache_folder_that_cannot_be_used_costs_nothing_but_time(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
