@@ -228,12 +228,10 @@ def _members(
 
 
 def _pieces(path: str, fine: int | None) -> Iterator[tuple[int, bytes]]:
-    """The file in numbered blocks; from the block `fine` on byte by byte."""
+    """The file in numbered blocks; the block `fine` byte by byte."""
     for number, block in enumerate(_raw(path, _PACKED)):
-        if fine is None or number < fine:
-            yield number, block
-        else:
-            yield from ((number, block[i : i + 1]) for i in range(len(block)))
+        size = 1 if number == fine else len(block)
+        yield from ((number, block[i : i + size]) for i in range(0, len(block), size))
 
 
 class _Inflater:
