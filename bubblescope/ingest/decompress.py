@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextvars
 import importlib
 import queue
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from bubblescope.errors import InputError
+from bubblescope.ingest.parallel import advance
 from bubblescope.model import Notice
 
 BLOCK = 1 << 19
@@ -89,7 +91,8 @@ def ahead(blocks: Iterator[bytes], depth: int = 4) -> Iterator[bytes]:
     """The same blocks, made in a thread of their own up to `depth` in advance: unpacking lets the interpreter go."""
     ready: queue.Queue[bytes | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
-    thread = threading.Thread(target=_fill, args=(blocks, ready, stopped), daemon=True)
+    context = contextvars.copy_context()  # `advance` works there too
+    thread = threading.Thread(target=context.run, args=(_fill, blocks, ready, stopped), daemon=True)
     thread.start()
     try:
         while (block := ready.get()) is not None:
@@ -118,6 +121,7 @@ def _fill(blocks: Iterator[bytes], ready: queue.Queue[bytes | BaseException | No
 def _raw(path: str, size: int) -> Iterator[bytes]:
     with open_binary(path) as file:
         while block := file.read(size):
+            advance(len(block))
             yield block
 
 
@@ -150,12 +154,14 @@ def _as_utf8(plain: Iterator[bytes]) -> Iterator[bytes]:
 def _gunzip_fast(path: str, notices: list[Notice]) -> Iterator[bytes]:
     """As `_gunzip`, by isal. What it refuses is unpacked again by `_gunzip`, which knows what to keep of it."""
     isal_zlib = _isal()
-    done = 0
+    done, at = 0, 0
     with open_binary(path) as file:
         try:
             reader = isal_zlib._GzipReader(file, _PACKED)
             while block := reader.read(BLOCK):
                 done += len(block)
+                advance(file.tell() - at)
+                at = file.tell()
                 yield block
             return
         except (OSError, EOFError, zlib.error, isal_zlib.error):

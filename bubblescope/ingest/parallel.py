@@ -31,7 +31,8 @@ class Spread(Protocol):
 
 
 class Progress(Protocol):
-    """Is told, once, how many bytes there are to read, and then of every file that is done."""
+    """Is told, once, how many bytes there are to read, and then, from any thread, of those that are done: file by file,
+    or as they are read where this process reads."""
 
     def begin(self, files: int, size: int) -> None: ...
 
@@ -39,6 +40,7 @@ class Progress(Protocol):
 
 
 _progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+_advance: ContextVar[Callable[[int], None] | None] = ContextVar("advance", default=None)
 
 
 @contextlib.contextmanager
@@ -49,6 +51,33 @@ def watched(progress: Progress | None) -> Iterator[None]:
         yield
     finally:
         _progress.reset(token)
+
+
+def advance(size: int) -> None:
+    """So many more bytes of the file that `over_files` reads in this process are done."""
+    told = _advance.get()
+    if told is not None:
+        told(size)
+
+
+@contextlib.contextmanager
+def _advancing(progress: Progress, size: int) -> Iterator[None]:
+    """Inside, `advance` tells `progress`; in the end `size` bytes are told, neither more nor less."""
+    left = size
+
+    def told(done: int) -> None:
+        nonlocal left
+        done = min(done, left)
+        left -= done
+        if done:
+            progress.done(done)
+
+    token = _advance.set(told)
+    try:
+        yield
+    finally:
+        _advance.reset(token)
+    told(left)
 
 
 def over_files(
@@ -62,9 +91,10 @@ def over_files(
         progress.begin(len(paths), sum(sizes))
     if isinstance(executor, Spread) and not executor.worth_it(sizes):
         executor = None
-    for path, size, result in zip(paths, sizes, _results(read, paths, executor), strict=True):
-        if progress is not None:
-            progress.done(size)
+    results = _results(read, paths, executor)
+    for path, size in zip(paths, sizes, strict=True):
+        with contextlib.nullcontext() if progress is None else _advancing(progress, size):
+            result = next(results)
         yield path, result
 
 

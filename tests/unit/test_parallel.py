@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from bubblescope.ingest.kineto import read_part
 from bubblescope.ingest.parallel import over_files, watched
 from bubblescope.ingest.pool import LocalPool
 from bubblescope.model import Run
+from tests.support.kineto_bulk import Bulk, pieces
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 from tests.support.small_recording import write_recording
 from tests.support.synthetic import Job, constant
@@ -84,20 +86,40 @@ def test_little_to_read_starts_no_process(folder: Path) -> None:
         assert not pool._processes
 
 
+class Watcher:
+    """Notes what is told of the progress."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def begin(self, files: int, size: int) -> None:
+        self.told += [("files", files), ("size", size)]
+
+    def done(self, size: int) -> None:
+        self.told.append(("done", size))
+
+
 def test_progress_is_told_of_every_file_and_byte(folder: Path) -> None:
-    told: list[tuple[str, int]] = []
-
-    class Watcher:
-        def begin(self, files: int, size: int) -> None:
-            told.extend([("files", files), ("size", size)])
-
-        def done(self, size: int) -> None:
-            told.append(("done", size))
-
-    with watched(Watcher()):
+    watcher = Watcher()
+    with watched(watcher):
         read(folder)
     sizes = [p.stat().st_size for p in sorted(folder.iterdir())]
-    assert told == [("files", 4), ("size", sum(sizes)), *(("done", s) for s in sizes)]
+    assert watcher.told == [("files", 4), ("size", sum(sizes)), *(("done", s) for s in sizes)]
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "rank0.json.gz", "damaged.json.gz"])
+def test_progress_is_told_while_a_file_is_read(tmp_path: Path, name: str) -> None:
+    text = "".join(pieces(Bulk(3_000_000))).encode()
+    packed = bytearray(gzip.compress(text, 0) if name.endswith("gz") else text)
+    if name.startswith("damaged"):
+        packed[-8] ^= 1
+    (tmp_path / name).write_bytes(packed)
+    watcher = Watcher()
+    with watched(watcher):
+        read(tmp_path / name)
+    done = [size for what, size in watcher.told if what == "done"]
+    assert len(done) > 2
+    assert sum(done) == len(packed)
 
 
 def test_the_folder_of_results_goes_with_the_pool(
