@@ -23,7 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]
     """schedule -> (recording, profiler trace)."""
     folder = tmp_path_factory.mktemp("twice")
     runs = [
-        SleepRun(name, P, M, 0.010, 0.020, steps=4, out=folder / name / "rec", profiler=folder / name / "prof")
+        SleepRun(name, P, M, 0.010, 0.020, steps=6, out=folder / name / "rec", profiler=folder / name / "prof")
         for name in SCHEDULES
     ]
     run_pipelines(runs)
@@ -37,26 +37,26 @@ def step_ends(run: Run) -> list[int]:
     return [int(s.end_ns[rows & (s.step == step)].max()) for step in sorted(set(s.step[rows].tolist()))]
 
 
-def idle_ns(run: Run) -> list[float]:
-    """Mean idle per step and rank, over the windows between the ends of all steps but the first."""
+def idle_ns(run: Run) -> np.ndarray:
+    """Idle of each rank in each window between the ends of two steps, shape (ranks, steps - 1)."""
     s, ends = run.spans, step_ends(run)
     out = []
     for rank in run.ranks:
         rows = (s.rank == rank) & (s.lane == Lane.COMPUTE)
         busy = intervals.union(s.start_ns[rows], s.end_ns[rows])
-        total = int(intervals.measure_before(busy, [ends[-1]])[0] - intervals.measure_before(busy, [ends[0]])[0])
-        out.append((ends[-1] - ends[0] - total) / (len(ends) - 1))
-    return out
+        out.append(np.diff(ends) - np.diff(intervals.measure_before(busy, ends)))
+    return np.array(out)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_both_measure_the_same_idle_per_rank(seen: dict[str, tuple[Run, Run]], schedule: str) -> None:
-    """Within 5 %, or within 1 % of the step where there is little idle: the hooks count the Python around an
-    operation's first and last operator as work, of which the profiler knows nothing."""
+    """In the usual step, within 5 %, or within 1 % of the step where there is little idle: the hooks count the Python
+    around an operation's first and last operator as work, of which the profiler knows nothing."""
     hooks, profiler = seen[schedule]
-    ends = step_ends(hooks)
-    step = (ends[-1] - ends[0]) / (len(ends) - 1)
-    assert idle_ns(profiler) == pytest.approx(idle_ns(hooks), rel=0.05, abs=0.01 * step)
+    step = np.median(np.diff(step_ends(hooks)))
+    idle = idle_ns(hooks)
+    apart = np.median(np.abs(idle_ns(profiler) - idle), axis=1)
+    assert (apart <= np.maximum(0.05 * np.median(idle, axis=1), 0.01 * step)).all(), (apart, idle, step)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
