@@ -36,9 +36,13 @@ Intervals are 95 %, from a bootstrap over the steps of each run with a fixed see
 that come from base times over all steps (warmup, cooldown, imbalance, slow worker) get the relative noise of compute.
 A change is marked with * where its interval leaves out 0.
 \b
---json: step_seconds, step_seconds_per_microbatch (null unless their numbers differ), fraction, idle, busy, and
-causes {<cause>}: each {before, after, difference, low, high, sure}, seconds per GPU and step; worse_fraction;
-stages [{stage, idle, causes}]; warnings [{code, message}]. What a run does not show is null.
+Where the two runs have different numbers of micro-batches in a step, they are compared per micro-batch: sentence,
+--fail-if-worse, idle, causes. Micro-batches are taken to be of the same size.
+\b
+--json: unit ("step" or "micro-batch"); step_seconds, of a whole step; step_seconds_per_microbatch (null where unit is
+"step"), fraction, idle, busy, and causes {<cause>}: each {before, after, difference, low, high, sure}, seconds per GPU
+and unit; worse_fraction, of the unit; stages [{stage, idle, causes}]; warnings [{code, message}]. What a run does not
+show is null.
 \b
 Examples:
   bubblescope diff runs/monday runs/tuesday --html diff.html
@@ -55,8 +59,8 @@ Examples:
     is_flag=False,
     flag_value=0.0,
     metavar="[FRACTION]",
-    help="Exit with 5 when a step takes longer by more than this share of the step before (by default: at all), "
-    "and by more than the noise.",
+    help="Exit with 5 when a step (a micro-batch, where their number differs) takes longer by more than this share of "
+    "the one before (by default: at all), and by more than the noise.",
 )
 @click.option("--format", "format_name", default="auto", show_default=True, metavar="F", help="Format of the inputs.")
 @names_option
@@ -124,13 +128,13 @@ def deliver(
 
 
 def check(found: Comparison, fail_if_worse: float | None) -> None:
-    """Raise ThresholdExceeded when a step got longer by more than the limit and by more than the noise."""
-    step = found.step_seconds
-    if fail_if_worse is None or not step.sure or found.worse_fraction <= fail_if_worse:
+    """Raise ThresholdExceeded when the unit of work got longer by more than the limit and by more than the noise."""
+    taken = found.unit_seconds
+    if fail_if_worse is None or not taken.sure or found.worse_fraction <= fail_if_worse:
         return
     raise ThresholdExceeded(
-        f"a step takes {found.worse_fraction:.2%} longer than before ({step.before:.4g} s → {step.after:.4g} s), above "
-        f"the limit of {fail_if_worse:.2%}"
+        f"a {found.unit} takes {found.worse_fraction:.2%} longer than before ({taken.before:.4g} s → "
+        f"{taken.after:.4g} s), above the limit of {fail_if_worse:.2%}"
     )
 
 
@@ -149,7 +153,8 @@ def _table(found: Comparison) -> Table:
 
     from bubblescope.views.comparison import HEAD, rows
 
-    table = Table(*HEAD, "", box=None, pad_edge=False)
+    unit = "" if found.unit == "step" else f"per {found.unit}"
+    table = Table(unit, *HEAD, "", box=None, pad_edge=False)
     for column in table.columns[1:5]:
         column.justify = "right"
     for row in rows(found):

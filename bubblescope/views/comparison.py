@@ -12,7 +12,7 @@ from bubblescope.views.words import CAUSE, CAUSES
 if TYPE_CHECKING:
     from bubblescope.report.compare import Change, Comparison
 
-HEAD = ("", "before", "after", "change", "95 % interval")
+HEAD = ("before", "after", "change", "95 % interval")
 NOTHING = 1e-9
 """Seconds: a cause below this in both runs is left out."""
 
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence in two parts. worse: None where the step did not change beyond the noise."""
+    """One sentence in two parts. worse: None where the unit of work did not change beyond the noise."""
 
     change: str
     reason: str
@@ -51,13 +51,13 @@ class Verdict:
 
 
 def verdict(found: Comparison) -> Verdict:
-    """What happened to the step, and the part that explains most of it."""
-    step = found.step_seconds
-    times = f"({fmt.seconds(step.before)} → {fmt.seconds(step.after)})"
-    if not step.sure:
-        return Verdict("No change of the step time beyond the noise", f" {times}.", None)
+    """What happened to a step, or to a micro-batch of it, and the part that explains most of it."""
+    taken = found.unit_seconds
+    times = f"({fmt.seconds(taken.before)} → {fmt.seconds(taken.after)}{_of_steps(found)})"
+    if not taken.sure:
+        return Verdict(f"No change of the {found.unit} time beyond the noise", f" {times}.", None)
     worse = found.worse_fraction > 0
-    change = f"A step takes {fmt.percent(abs(found.worse_fraction))} {'longer' if worse else 'shorter'}"
+    change = f"A {found.unit} takes {fmt.percent(abs(found.worse_fraction))} {'longer' if worse else 'less time'}"
     largest = largest_part(found)
     if largest is None:
         return Verdict(change, f" {times}.", worse)
@@ -65,8 +65,16 @@ def verdict(found: Comparison) -> Verdict:
     return Verdict(change, f" {times}; {part}.", worse)
 
 
+def _of_steps(found: Comparison) -> str:
+    """The whole steps, where these are not what is compared."""
+    if found.microbatches is None:
+        return ""
+    (old, new), step = found.microbatches, found.step_seconds
+    return f"; steps of {old} → {new} micro-batches, {fmt.seconds(step.before)} → {fmt.seconds(step.after)}"
+
+
 def largest_part(found: Comparison) -> tuple[str, float] | None:
-    """The cause, or compute, that changed most in the direction of the step, with its signed seconds."""
+    """The cause, or compute, that changed most in the direction of the whole, with its signed seconds."""
     longer = found.worse_fraction > 0
     parts = {CAUSE[name].label: change for name, change in found.causes.items()} | {"compute": found.busy}
     same_way = {
@@ -81,17 +89,17 @@ def largest_part(found: Comparison) -> tuple[str, float] | None:
 
 
 def rows(found: Comparison) -> list[Row]:
-    """Step, fraction, busy, idle, its causes, and idle of each stage. Causes that neither run has are left out."""
-    made = [step_row(found)]
+    """Unit, step, fraction, busy, idle, its causes, idle of each stage. Causes that neither run has are left out."""
+    made = [unit_row(found)]
     if found.per_microbatch is not None:
-        made.append(_row("per micro-batch", found.per_microbatch))
+        made.append(_row("whole step", found.step_seconds))
     made += [fraction_row(found), busy_row(found), idle_row(found), *cause_rows(found)]
     made += [_row(f"idle, stage {stage if stage >= 0 else '?'}", change) for stage, change in found.stages.items()]
     return made
 
 
-def step_row(found: Comparison) -> Row:
-    return _row("step time", found.step_seconds)
+def unit_row(found: Comparison) -> Row:
+    return _row(f"{found.unit} time", found.unit_seconds)
 
 
 def fraction_row(found: Comparison) -> Row:

@@ -40,9 +40,9 @@ def render(report: ReportLike) -> str:
 def render_comparison(found: Comparison) -> str:
     """The same for `bubblescope diff`. What is more than noise is bold."""
     lines = ["### Pipeline bubbles, before and after", "", inert(verdict(found).sentence), ""]
-    lines += ["| " + " | ".join(HEAD) + " |", "|---|---:|---:|---:|---:|"]
+    lines += ["|  | " + " | ".join(HEAD) + " |", "|---|---:|---:|---:|---:|"]
     lines += [_comparison_line(row) for row in rows(found)]
-    lines += ["", "Seconds per GPU and step. Bold: the interval of the change leaves out 0."]
+    lines += ["", f"Seconds per GPU and {found.unit}. Bold: the interval of the change leaves out 0."]
     lines += [f"- ⚠ {inert(notice.message)}" for notice in found.notices]
     return "\n".join(lines) + "\n"
 

@@ -70,4 +70,6 @@ def test_the_most_frequent_number_is_the_base() -> None:
 def test_steps_of_several_numbers_are_not_compared_per_microbatch(growing: Report) -> None:
     alone = build(run_of(4, 6), ReportOptions())
     assert compare.compare(alone, build(run_of(8, 6), ReportOptions())).per_microbatch is not None
-    assert compare.compare(alone, growing).per_microbatch is None
+    mixed = compare.compare(alone, growing)
+    assert (mixed.per_microbatch, mixed.unit) == (None, "step")
+    assert any(n.code == "microbatches-differ" and "of unlike work" in n.message for n in mixed.notices)

@@ -13,7 +13,7 @@ from tests.support.synthetic import Job, constant
 
 def test_the_same_run_twice_differs_in_nothing() -> None:
     found = compare(report(), report())
-    assert found.worse_fraction == 0
+    assert (found.worse_fraction, found.unit, found.document()["unit"]) == (0, "step", "step")
     assert not any(c.sure for c in (found.step_seconds, found.fraction, *found.causes.values(), *found.stages.values()))
     assert all(c.difference in (None, 0) for c in found.causes.values())
 
@@ -52,7 +52,18 @@ def test_the_answer_is_the_same_each_time_and_strict_json() -> None:
 
 def test_other_shapes_are_said_and_counted_per_microbatch() -> None:
     found = compare(report(), report(Job(microbatches=16, steps=6, optimizer=1 * MS)))
-    assert found.per_microbatch is not None
-    assert found.per_microbatch.difference < 0
-    assert any(n.code == "shape-differs" and "8 before, 16 after" in n.message for n in found.notices)
+    # 571 → 1051 ms: 71.375 → 65.6875 ms per micro-batch.
+    assert (found.unit, found.microbatches) == ("micro-batch", (8, 16))
+    assert found.step_seconds.difference == pytest.approx(0.480, abs=1e-9)
+    assert found.unit_seconds is found.per_microbatch
+    assert found.unit_seconds.difference == pytest.approx(-0.0056875, abs=1e-9)
+    assert found.worse_fraction == pytest.approx(65.6875 / 71.375 - 1, abs=1e-9)
+    # Each figure is per micro-batch: busy and idle make up the time, the causes the idle time.
+    assert found.idle.difference + found.busy.difference == pytest.approx(-0.0056875, abs=1e-6)
+    assert sum(c.difference or 0.0 for c in found.causes.values()) == pytest.approx(found.idle.difference, abs=1e-9)
+    for stage, idle in found.stages.items():
+        parts = sum(c.difference or 0.0 for c in found.stage_causes[stage].values())
+        assert parts == pytest.approx(idle.difference, abs=1e-9)
+    said = [n.message for n in found.notices if n.code == "shape-differs"]
+    assert said == ["microbatches: 8 before, 16 after; compared per micro-batch, taken to be of the same size"]
     assert compare(report(), report(Job(steps=2, optimizer=1 * MS))).notices[0].code == "few-steps"

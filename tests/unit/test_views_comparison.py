@@ -47,7 +47,21 @@ def test_a_run_beside_itself_has_not_changed(same: Comparison) -> None:
 
 def test_a_shorter_step_is_no_loss(slower: Comparison) -> None:
     said = comparison.verdict(compare(report(), report(duration=noisy({}, 1))))
-    assert "shorter" in said.change and said.worse is False
+    assert "less time" in said.change and said.worse is False
+
+
+def test_other_numbers_of_microbatches_are_compared_per_microbatch_in_every_view() -> None:
+    found = compare(report(Job(microbatches=16, steps=6, optimizer=1 * MS)), report())
+    # Steps of 1051 and 571 ms: 65.69 and 71.38 ms per micro-batch, 8.7 % longer.
+    said = comparison.verdict(found)
+    assert said.change == "A micro-batch takes 8.7 % longer" and said.worse is True
+    assert "(65.7 ms → 71.4 ms; steps of 16 → 8 micro-batches, 1.05 s → 571 ms)" in said.reason
+    assert [row.name for row in comparison.rows(found)[:2]] == ["micro-batch time", "whole step"]
+    assert "Seconds per GPU and micro-batch." in markdown.render_comparison(found)
+    text = page.render(found, ("a", "b"))
+    assert "Largest change first, per GPU and micro-batch." in text and "per GPU and step" not in text
+    widths = [sum(float(part.share) for part in parts) for _, _, parts in page._run_bars(found)]
+    assert widths == [pytest.approx(100 * (1051 / 16) / (571 / 8), abs=0.01), pytest.approx(100, abs=0.01)]
 
 
 def test_rows_of_causes_are_those_that_a_run_has(slower: Comparison) -> None:
@@ -99,6 +113,13 @@ def test_the_limit_is_exceeded_only_beyond_limit_and_noise(slower: Comparison, s
     diff.check(same, 0.0)
     with pytest.raises(ThresholdExceeded, match="longer than before"):
         diff.check(slower, 0.0)
+
+
+def test_the_limit_is_of_a_microbatch_where_their_number_differs() -> None:
+    few, many = report(), report(Job(microbatches=16, steps=6, optimizer=1 * MS))
+    diff.check(compare(few, many), 0.0)
+    with pytest.raises(ThresholdExceeded, match=r"a micro-batch takes 8\.66% longer than before"):
+        diff.check(compare(many, few), 0.05)
 
 
 def test_everything_asked_for_is_written(slower: Comparison, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def write(found: Comparison, names: tuple[str, str], path: str | Path, now: date
 
 def _content(found: Comparison, names: tuple[str, str]) -> dict[str, Any]:
     return {
+        "unit": found.unit,
         "verdict": words.verdict(found),
         "runs": [fmt.plain(name) for name in names],
         "bars": _run_bars(found),
@@ -87,14 +88,14 @@ def _content(found: Comparison, names: tuple[str, str]) -> dict[str, Any]:
 
 
 def _run_bars(found: Comparison) -> list[tuple[str, str, list[Part]]]:
-    """(word, step time, parts) of each run, on one scale; empty where a run does not show its work."""
-    steps = [found.step_seconds.before, found.step_seconds.after]
-    longest = max((s for s in steps if s is not None), default=0.0)
+    """(word, time, parts) of each run, on one scale; empty where a run does not show its work."""
+    times = [found.unit_seconds.before, found.unit_seconds.after]
+    longest = max((t for t in times if t is not None), default=0.0)
     if longest <= 0 or None in (found.busy.before, found.busy.after):
         return []
     return [
-        (word, fmt.seconds(step), _parts(_lengths(found, attribute), (step or 0.0) / longest))
-        for word, attribute, step in zip(("before", "after"), ("before", "after"), steps, strict=True)
+        (word, fmt.seconds(time), _parts(_lengths(found, word), (time or 0.0) / longest))
+        for word, time in zip(("before", "after"), times, strict=True)
     ]
 
 
@@ -105,7 +106,7 @@ def _lengths(found: Comparison, attribute: str) -> list[tuple[str, float]]:
 
 
 def _parts(lengths: list[tuple[str, float]], scale: float) -> list[Part]:
-    """Parts that take time, as shares of the longer run. A negative cause has no width: the others fill the step."""
+    """Parts that take time, as shares of the longer run. A negative cause has no width: the others fill the whole."""
     drawn = [(name, value) for name, value in lengths if value > 0]
     whole, at, made = sum(value for _, value in drawn), 0.0, []
     for name, value in drawn:
@@ -120,12 +121,12 @@ def _parts(lengths: list[tuple[str, float]], scale: float) -> list[Part]:
 
 
 def _figures(found: Comparison) -> list[Figure]:
-    step, fraction, idle = words.step_row(found), words.fraction_row(found), words.idle_row(found)
-    labels = ("Step time", "Bubble fraction", "Idle per GPU and step")
-    changes = (found.step_seconds, found.fraction, found.idle)
+    rows = (words.unit_row(found), words.fraction_row(found), words.idle_row(found))
+    labels = (f"{found.unit.capitalize()} time", "Bubble fraction", f"Idle per GPU and {found.unit}")
+    changes = (found.unit_seconds, found.fraction, found.idle)
     return [
         Figure(label, row.change, _note(row, change), change.difference is not None)
-        for label, row, change in zip(labels, (step, fraction, idle), changes, strict=True)
+        for label, row, change in zip(labels, rows, changes, strict=True)
     ]
 
 
@@ -160,8 +161,10 @@ def _bar(row: words.Row, change: Change, reach: float) -> Bar:
 
 def _all(found: Comparison) -> Table:
     rows = [(row.name, *row.cells, _sure(row)) for row in words.rows(found)]
-    head = ("Figure", *words.HEAD[1:], "more than noise")
-    caption = "Every figure, seconds per GPU and step; pp: percentage points. Intervals: bootstrap over the steps."
+    head = ("Figure", *words.HEAD, "more than noise")
+    caption = (
+        f"Every figure, seconds per GPU and {found.unit}; pp: percentage points. Intervals: bootstrap over the steps."
+    )
     return Table(caption, head, tuple(rows))
 
 
@@ -181,7 +184,8 @@ def _stages(found: Comparison) -> Table:
     ]  # fmt: skip
     head = ("Stage", "idle", *(CAUSE[name].label for name in causes))
     return Table(
-        "Change of the idle time of each stage, and of its causes, in ms per GPU and step. *: more than noise.",
+        f"Change of the idle time of each stage, and of its causes, in ms per GPU and {found.unit}. "
+        "*: more than noise.",
         head,
         tuple(rows),
     )
