@@ -1,9 +1,13 @@
 """What another order, partition or number of micro-batches would take: re-generated and replayed (§7).
 
-The model of a run is small: base times per virtual stage, one transfer time per direction, what the host takes
-around each operation, and `fixed`: what the measured step takes beyond the replay of its own order with these
-(optimizer, data, reductions). A change is predicted as the replay of the new order plus `fixed`, never as a ratio of
-closed forms.
+The model of a run: base times per virtual stage, how far each measured operation was from them, one transfer time
+per direction, what the host takes around each operation, and `fixed`: what the measured step takes beyond the replay
+of its own order with these (optimizer, data, reductions). A change is predicted as the replay of the new order plus
+`fixed`, never as a ratio of closed forms.
+
+Slow GPUs, uneven micro-batches and single long operations belong to the operations, so they come again in the new
+order, as often as it has operations: it is replayed for every replica, with the measured micro-batches, one after
+the other, and a step ends when its slowest replica does.
 """
 
 from __future__ import annotations
@@ -15,14 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import ScheduleError
-from bubblescope.model import Action, Kind
+from bubblescope.model import Action, Kind, Layout
 from bubblescope.model.units import NS
 from bubblescope.replay import engine
 from bubblescope.replay.bases import BaseTable
-from bubblescope.replay.dag import build_dag
+from bubblescope.replay.dag import Dag, build_dag
 from bubblescope.replay.program import Edge, Node, Program
 from bubblescope.replay.schedules import Schedule, make, stage_ranks
 
+Int = NDArray[np.int64]
 Float = NDArray[np.float64]
 DEFERRING = ("torch", "torchtitan")
 """Frameworks that run torch's pipeline stages: see `PipelineModel.first_defers`."""
@@ -34,7 +39,8 @@ class PipelineModel:
     forward of the stage that computes it. split_known: I and W were measured, not halves of B. act, grad: transfer
     of one message. overhead: of the host around each operation (launching, posting messages), whatever its length.
     first_defers: the first stage does nothing for I and the whole backward for W, as torch does. fixed: per step.
-    measured: the step as it was."""
+    measured: the step as it was. relative: shape (3, replicas, p·v as measured, steps·m), of F, I and W of each
+    measured micro-batch, step by step: what it took over what its stage usually takes."""
 
     stages: int
     chunks: int
@@ -51,6 +57,7 @@ class PipelineModel:
     first_defers: bool
     fixed: float
     measured: float
+    relative: Float
 
     @property
     def virtual_stages(self) -> int:
@@ -62,11 +69,11 @@ def calibrate(
     bases: BaseTable,
     orders: Mapping[int, Sequence[Action]],
     measured: float,
-    framework: str | None = None,
+    layout: Layout,
 ) -> PipelineModel | None:
     """The model of a measured run, None when its order cannot be replayed on its own.
 
-    measured: mean seconds per step. framework: as in `Layout`.
+    measured: mean seconds per step.
     """
     n = max((a.stage for order in orders.values() for a in order), default=-1) + 1
     if n == 0 or not programs:
@@ -76,7 +83,8 @@ def calibrate(
     microbatches = max(a.microbatch for order in orders.values() for a in order) + 1
     model = PipelineModel(
         len(orders), max(n // max(len(orders), 1), 1), microbatches, orders, {},
-        forward, input_grad, weight_grad, known, act, grad, _overhead(programs), framework in DEFERRING, 0.0, measured,
+        forward, input_grad, weight_grad, known, act, grad, _overhead(programs), layout.framework in DEFERRING,
+        0.0, measured, _relative(programs, layout, np.stack([forward, input_grad, weight_grad]), microbatches),
     )  # fmt: skip
     try:
         own = makespan(model, orders)
@@ -103,6 +111,43 @@ def _stage_times(bases: BaseTable, n: int) -> tuple[Float, Float, Float, bool]:
     input_grad = np.where(only_whole, whole * share, input_grad)
     weight_grad = np.where(only_whole, whole * (1 - share), weight_grad)
     return forward, input_grad, weight_grad, True
+
+
+_PARTS = {
+    Kind.FORWARD: (0,),
+    Kind.LOSS: (0,),
+    Kind.BACKWARD_INPUT: (1,),
+    Kind.BACKWARD_WEIGHT: (2,),
+    Kind.BACKWARD: (1, 2),
+}
+"""Which of F, I and W an operation does."""
+
+
+def _relative(programs: Sequence[Program], layout: Layout, base: Float, microbatches: int) -> Float:
+    """See `PipelineModel.relative`; 1 for what was not seen. base: F, I and W, shape (3, p·v).
+
+    Worked example: a stage usually takes F = 10 and B = 20; micro-batch 3 took 15 and 20 there: 1.5 for F, 1 for I
+    and W, of which nobody knows more than their sum.
+    """
+    n, steps = base.shape[1], np.concatenate([p.steps for p in programs])
+    replicas, replica = np.unique(layout.replica, return_inverse=True)
+    took = np.zeros((3, len(replicas), n, microbatches, len(steps)))
+    place = np.argsort(np.argsort(steps))
+    done = 0
+    for p in programs:
+        column = place[done : done + len(p.steps)]
+        done += len(p.steps)
+        for kind, parts in _PARTS.items():
+            rows = np.flatnonzero((p.node == Node.OP) & (p.kind == kind) & (p.microbatch >= 0))
+            stage, whole = p.stage[rows], base[list(parts)].sum(axis=0)
+            cell = (replica[np.searchsorted(layout.ranks, p.rank[rows])], stage, p.microbatch[rows])
+            for part in parts:
+                share = np.divide(base[part], whole, out=np.zeros(n), where=whole > 0)
+                took[part][(*(c[:, None] for c in cell), column)] += p.duration[rows] * NS * share[stage][:, None]
+    usual = np.broadcast_to(base[:, None, :, None, None], took.shape)
+    seen = (usual > 0) & (took > 0)
+    relative = np.divide(took, usual, out=np.ones_like(took), where=seen)
+    return relative.swapaxes(3, 4).reshape(3, len(replicas), n, -1)
 
 
 def _transfer(programs: Sequence[Program], *, grad: bool) -> float:
@@ -133,23 +178,67 @@ def makespan(
     orders: Mapping[int, Sequence[Action]],
     overlapped: Mapping[int, Sequence[int]] | None = None,
 ) -> float:
-    """Seconds from the first to the last operation of the orders, with the model's times. Raises ScheduleError."""
+    """Seconds from the first operation of the orders to the end of the slowest replica, mean over the steps that the
+    measured micro-batches make. Raises ScheduleError."""
     dag = build_dag(dict(orders), overlapped)
-    input_grad, weight_grad = model.input_grad.copy(), model.weight_grad.copy()
-    if model.first_defers and len(input_grad):
-        weight_grad[0] += input_grad[0]
-        input_grad[0] = 0.0
-    table = {
-        Kind.FORWARD: model.forward,
-        Kind.BACKWARD_INPUT: input_grad,
-        Kind.BACKWARD_WEIGHT: weight_grad,
-        Kind.BACKWARD: model.input_grad + model.weight_grad,
-    }
-    duration = np.array([table[a.kind][a.stage] for a in dag.actions]) + model.overhead
-    forward_node = np.zeros(dag.graph.n_nodes, dtype=np.bool_)
-    forward_node[dag.node[dag.kind == Kind.FORWARD]] = True
-    comm = np.where(forward_node[dag.graph.dst], model.act, model.grad)
-    return float(engine.run(dag, duration, comm)[1].max())
+    work, relative, drawn = _work(model, dag), _placed(model, dag), _drawn(model, dag)
+    comm = np.where(_feeds_forward(dag), model.act, model.grad)[:, None]
+    ends = []
+    for columns in np.array_split(drawn, max(drawn.size * relative.shape[1] // MOST_AT_ONCE, 1), axis=1):
+        for_replicas = relative[:, :, dag.stage[:, None], columns]
+        duration = np.einsum("po,pdoc->odc", work, for_replicas) + model.overhead
+        end = engine.run(dag, duration.reshape(len(work[0]), -1), comm)[1].max(axis=0)
+        ends.append(end.reshape(duration.shape[1:]).max(axis=0))
+    return float(np.concatenate(ends).mean())
+
+
+MOST_AT_ONCE = 1_000_000
+"""Durations that are replayed together: more would not be faster, and take memory."""
+
+
+def _work(model: PipelineModel, dag: Dag) -> Float:
+    """Shape (3, ops): seconds of F, I and W that each operation does, when nothing is special about it."""
+    parts = np.zeros((3, len(dag.actions)))
+    for op, action in enumerate(dag.actions):
+        parts[list(_PARTS[action.kind]), op] = 1.0
+    if model.first_defers:
+        first = dag.stage == 0
+        parts[1, first & (dag.kind == Kind.BACKWARD_INPUT)] = 0.0
+        parts[1, first & (dag.kind == Kind.BACKWARD_WEIGHT)] = 1.0
+    return parts * np.stack([model.forward, model.input_grad, model.weight_grad])[:, dag.stage]
+
+
+def _placed(model: PipelineModel, dag: Dag) -> Float:
+    """`relative` for the stages of `dag`: a GPU that was slow, or had a long micro-batch, is and has so in any order.
+    Where stages are on other GPUs than measured, each takes the mean of what was measured on its own."""
+    now, then = stage_ranks(dict(model.orders)), dict(zip(dag.stage.tolist(), dag.rank.tolist(), strict=True))
+    if now == then:
+        return model.relative
+    mine = {gpu: [stage for stage, rank in now.items() if rank == gpu] for gpu in set(now.values())}
+    return np.stack([model.relative[:, :, mine[then[stage]]].mean(axis=2) for stage in range(len(then))], axis=2)
+
+
+def _drawn(model: PipelineModel, dag: Dag) -> Int:
+    """Shape (ops, steps): which measured micro-batch each operation works on. The measured ones follow each other
+    round and round, so that all are taken equally often, and each is the same one on every stage.
+
+    Worked example: 2 measured steps of 4 micro-batches, numbered 0 to 7. Steps of 8 hold 0..7 and 0..7 again; those
+    of 2 hold 0 1, 2 3, 4 5 and 6 7.
+    """
+    microbatch = np.array([a.microbatch for a in dag.actions])
+    count = int(microbatch.max()) + 1
+    seen = model.relative.shape[-1]
+    steps = max(seen // model.microbatches, -(-seen // count))
+    drawn: Int = (np.arange(steps) * count + microbatch[:, None]) % seen
+    return drawn
+
+
+def _feeds_forward(dag: Dag) -> NDArray[np.bool_]:
+    """Of each edge: whether it leads to a forward."""
+    forward = np.zeros(dag.graph.n_nodes, dtype=np.bool_)
+    forward[dag.node[dag.kind == Kind.FORWARD]] = True
+    result: NDArray[np.bool_] = forward[dag.graph.dst]
+    return result
 
 
 def predict(model: PipelineModel, schedule: Schedule) -> float:

@@ -84,7 +84,7 @@ def basis(
     programs = [p for p in a.programs if shape.holds_in(p.steps).all()]
     if shape.steps is not None:
         first_in = {cause: saving.first_in for cause, saving in savings(programs, a.bases).items()}
-    model = whatif.calibrate(programs, a.bases, shape.orders, measured, a.run.layout.framework)
+    model = whatif.calibrate(programs, a.bases, shape.orders, measured, a.run.layout)
     if layers is None and model is not None:
         layers = measured_layers(model, a.run.source.details.get("layer_times") or ())
     return Basis(a, shape, measured, float(np.mean(holds)), first_in, model, layers, memory_limit)
@@ -262,6 +262,7 @@ def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
             (
                 f"the global batch {'grows' if wanted > now else 'shrinks'} from {now} to {wanted} {batches}; "
                 f"the saving is per {counted(now, 'micro-batch', 'micro-batches')}",
+                "more or fewer micro-batches vary in length as the measured ones do, and slow GPUs stay slow",
                 "what is outside the pipeline (optimizer, host, data) costs the same per step",
             ),
             memory_note(b.model, schedule),

@@ -140,7 +140,7 @@ def model_of(report: Report) -> PipelineModel:
     assert a.bases is not None
     measured = typical_step(report)
     orders = facts.pipeline_shape(a).orders
-    model = whatif.calibrate(a.programs, a.bases, orders, measured, a.run.layout.framework)
+    model = whatif.calibrate(a.programs, a.bases, orders, measured, a.run.layout)
     assert model is not None
     return model
 
