@@ -263,27 +263,20 @@ def _sweep(graph: Graph, start: Float, end: Float, delay: Float) -> None:
         end[a:b] += start[a:b]
 
 
-def critical_path(graph: Graph, start: Float, end: Float, delay: ArrayLike, node: int) -> tuple[Int, Int]:
-    """The nodes, and the edges between them, that decided when `node` starts: first to last.
+def deciding_edges(graph: Graph, end: Float, delay: Float) -> Int:
+    """Per node the incoming edge over which it was reached last, -1 where none binds: shape (n_nodes,).
 
-    start, end: shape (n_nodes,), one column of `longest_path`; delay: shape (n_edges,) or a number. The path ends
-    at a node whose start was decided by its release. Of equally late edges the first given one is taken.
+    end: shape (n_nodes,), one column of `longest_path`; delay: shape (n_edges,). Of equally late edges the first given
+    one is taken.
 
     >>> g = build_graph(3, [0, 0, 1], [1, 2, 2])
-    >>> s, e = longest_path(g, [1.0, 2.0, 3.0], [0.0, 4.0, 0.5])
-    >>> [part.tolist() for part in critical_path(g, s, e, [0.0, 4.0, 0.5], 2)]
-    [[0, 2], [1]]
+    >>> deciding_edges(g, np.array([1.0, 3.0, 8.0]), np.array([0.0, 4.0, 0.5])).tolist()
+    [-1, 0, 1]
     """
-    wait = np.broadcast_to(np.asarray(delay, dtype=np.float64), (graph.n_edges,))
-    order = np.argsort(graph.dst, kind="stable")
-    targets = graph.dst[order]
-    nodes, edges = [int(node)], list[int]()
-    while True:
-        low, high = np.searchsorted(targets, [nodes[-1], nodes[-1] + 1])
-        incoming = order[low:high]
-        arrival = end[graph.src[incoming]] + wait[incoming]
-        if not len(incoming) or arrival.max() < start[nodes[-1]]:
-            break
-        edges.append(int(incoming[int(arrival.argmax())]))
-        nodes.append(int(graph.src[edges[-1]]))
-    return np.array(nodes[::-1], dtype=np.int64), np.array(edges[::-1], dtype=np.int64)
+    arrival = end[graph.src] + delay
+    latest = np.full(graph.n_nodes, -np.inf)
+    np.maximum.at(latest, graph.dst, arrival)
+    last = np.flatnonzero((arrival == latest[graph.dst]) & np.isfinite(arrival))[::-1]
+    edge = np.full(graph.n_nodes, -1, dtype=np.int64)
+    edge[graph.dst[last]] = last
+    return edge

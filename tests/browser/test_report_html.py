@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support import fake_report, page_checks
+import bubblescope as bs
+from bubblescope.report.build import build
+from tests.support import fake_report, page_checks, synthetic
 from tests.support.page_checks import until
 
 pytestmark = pytest.mark.browser
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "before"
 
 REPORTS: dict[str, Callable[[], Any]] = {
     "imbalance": fake_report.build,
@@ -35,9 +38,7 @@ def path_of(page_file: Callable[[str, Any], Path]) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("size", ["desktop", "phone"])
 @pytest.mark.parametrize("name", REPORTS)
-def test_quiet_and_clean_by_axe_in_both_themes(
-    visit: Any, path_of: Any, screenshot: Any, name: str, size: str
-) -> None:
+def test_quiet_and_clean_by_axe_in_both_themes(visit: Any, path_of: Any, screenshot: Any, name: str, size: str) -> None:
     found = visit(path_of(name), size)
     page_checks.draw_everything(found.page)
     found.page.click("[data-do=next]")
@@ -80,6 +81,24 @@ def test_the_keyboard_alone_moves_zooms_and_tells(visit: Any, path_of: Any) -> N
 @pytest.mark.parametrize("name", ["imbalance", "missing"])
 def test_every_story_adds_up_to_its_gap(visit: Any, path_of: Any, name: str) -> None:
     page_checks.stories_add_up(visit(path_of(name)).page)
+
+
+def test_the_longest_bubble_of_the_example_is_a_wait_for_the_others(visit: Any, page_file: Any) -> None:
+    """Stage 3 is the first to be done with its step; its own host has nothing to do with what it waits then."""
+    page = visit(page_file("example", bs.analyze(bs.load(EXAMPLE)))).page
+    page.click("[data-do=next]")
+    story = page.inner_text("#story h3")
+    assert story.startswith("Stage 3 (GPU 3) waited ") and " at the end of the step: " in story
+    assert story.endswith(" ms stage 0 (GPU 0) had not finished the step.")
+
+
+def test_a_wait_in_a_collective_names_what_the_last_member_was_doing(visit: Any, page_file: Any) -> None:
+    run = synthetic.make_run(synthetic.Job(sync=1_000_000), synthetic.constant(1_000_000, 2_000_000))
+    page = visit(page_file("norm", build(run))).page
+    page.evaluate("document.querySelector('#bubbles').closest('details').open = true")
+    page.locator("#bubbles tr", has_text="stage 3, GPU 3").filter(has_text="optimizer").get_by_role("button").click()
+    story = page.inner_text("#story h3")
+    assert " waited 7.00 ms before optimizer: 6.00 ms stage 0 (GPU 0) had not finished B7, 1.00 ms messages" in story
 
 
 def test_a_click_on_a_bubble_tells_its_story_and_a_drag_moves(visit: Any, path_of: Any) -> None:
@@ -137,6 +156,33 @@ def test_hostile_names_stay_text(visit: Any, path_of: Any) -> None:
     assert found.page.locator("img").count() == 0
     assert "<script>alert(1)</script>" in found.page.inner_text("#headline")
     assert found.all_complaints() == []
+
+
+def every_cause() -> Any:
+    """Its tables of causes are as wide as such a table can be."""
+    report = fake_report.build()
+    for gpu in report.data["gpus"]:
+        gpu["causes"] = {cause: seconds or -0.1234 for cause, seconds in gpu["causes"].items()}
+    return report
+
+
+@pytest.mark.parametrize("made", [*REPORTS.values(), every_cause])
+def test_everything_printed_fits_a4_upright(visit: Any, page_file: Any, made: Any, screenshot: Any) -> None:
+    page = visit(page_file(f"print-{made.__name__}", made()), "desktop", "dark").page
+    page_checks.draw_everything(page)
+    page_checks.prints_within_a4(page)
+    screenshot(page, f"print-{made.__name__}")
+
+
+def test_charts_are_drawn_as_narrow_as_paper_before_they_are_printed(visit: Any, path_of: Any) -> None:
+    page = visit(path_of("imbalance"), "desktop").page
+    page_checks.draw_charts(page)
+    widest = "Math.max(...[...document.querySelectorAll('.main-svg')].map((e) => e.getBoundingClientRect().width))"
+    assert page.evaluate(widest) > 1000
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    until(page, f"{widest} <= {page_checks.A4['width']}")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    until(page, f"{widest} > 1000")
 
 
 def test_printing_shows_the_charts_on_white(visit: Any, path_of: Any, screenshot: Any) -> None:

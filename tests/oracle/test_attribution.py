@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from bubblescope.model import Action, Kind, Run
+from bubblescope.model import Action, Kind, Run, Spans
 from bubblescope.replay.attribution import PHASES, Attribution, attribute
 from bubblescope.replay.causes import CAUSES
 from bubblescope.report.build import ReportOptions, build
@@ -124,11 +126,71 @@ def test_a_hidden_bubble_is_reported_with_its_four_ratios() -> None:
     assert bubble["theory"]["fraction"] == pytest.approx(9 / 33)
 
 
+RUNGS = ["upstream_s", "peer_host_s", "late_recv_s", "transfer_s", "own_host_s"]
+Waited = tuple[tuple[int, str], list[float]]
+
+
+def waited(run: Run, rank: int, before: str, step: int = 0) -> list[Waited]:
+    """Who and what the gaps before an operation ("" the end of the step) waited for, and their rungs in ns."""
+    report = build(run, ReportOptions())
+    gaps = report.gaps[report.gaps["end_s"] > report.gaps["start_s"]]
+    rungs = gaps[RUNGS].sum(axis=1, skipna=False)
+    assert (rungs.isna() | np.isclose(rungs, gaps["end_s"] - gaps["start_s"], rtol=0, atol=1e-15)).all()
+    rows = gaps[(gaps["rank"] == rank) & (gaps["step"] == step) & (gaps["before"] == before)].to_dict("records")
+    return [((g["producer_rank"], g["producer_op"]), [round(g[name] * 1e9, 3) for name in RUNGS]) for g in rows]
+
+
 def test_the_ladder_says_who_was_waited_for() -> None:
-    report = build(make_run(Job(comm=100), constant(F, B)), ReportOptions())
-    gaps = report.gaps
-    gap = gaps[(gaps["rank"] == 2) & (gaps["step"] == 0) & (gaps["before"] == "B0")].iloc[0]
-    assert (gap["producer_rank"], gap["producer_stage"], gap["producer_op"]) == (3, 3, "B0")
-    rungs = gap[["upstream_s", "peer_host_s", "late_recv_s", "transfer_s", "own_host_s"]]
-    assert rungs.sum() == pytest.approx(gap["end_s"] - gap["start_s"], abs=1e-15)
-    assert gap["transfer_s"] == pytest.approx(100e-9, abs=1e-15)
+    # The last stage has B0 done at 6300; stage 2 has done with F1 at 4200.
+    assert waited(make_run(Job(comm=100), constant(F, B)), 2, "B0") == [((3, "B0"), [2100, 0, 0, 100, 0])]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_at_the_end_of_a_step_those_are_waited_for_that_still_work(rank: int) -> None:
+    """Stage s ends its last backward s B before stage 0 does; its host has nothing to do with that."""
+    run = make_run(Job(optimizer=500), constant(F, B))
+    assert waited(run, rank, "") == ([((0, "optimizer"), [rank * B, 0, 0, 0, 0])] if rank else [])
+
+
+def test_in_a_collective_the_member_that_comes_last_is_waited_for() -> None:
+    run = make_run(Job(sync=50, optimizer=500), constant(F, B))
+    assert waited(run, 3, "optimizer") == [((0, "B7"), [3 * B, 0, 0, 50, 0])]
+    assert waited(run, 0, "optimizer") == [((-1, ""), [0, 0, 0, 50, 0])]
+
+
+def test_a_host_that_is_late_in_a_collective_is_another_host_to_all_but_its_own_gpu() -> None:
+    run = make_run(Job(sync=750, optimizer=500), constant(F, B))
+    late = (run.spans.kind == Kind.COLLECTIVE) & (run.spans.rank == 0)
+    run = replace(run, spans=run.spans.with_columns(start_ns=run.spans.start_ns + 700 * late))
+    assert waited(run, 3, "optimizer") == [((0, "B7"), [3 * B, 700, 0, 50, 0])]
+    assert waited(run, 0, "optimizer") == [((-1, ""), [0, 0, 0, 50, 700])]
+
+
+def test_through_several_collectives_the_operation_is_found_that_all_wait_for() -> None:
+    """Each pipeline first ends with a collective of its own, then all GPUs join one: the slow replica is waited for."""
+    job = Job(replicas=2, steps=1, sync=100, optimizer=500)
+    run = make_run(job, lambda step, replica, rank, action: constant(F + replica, B)(step, replica, rank, action))
+    spans, of_replica = run.spans, run.spans.rank // job.stages
+    norm = spans.kind == Kind.COLLECTIVE
+    done = np.array([spans.start_ns[norm & (of_replica == r)].max() + 30 for r in range(2)])[of_replica]
+    own = spans.with_columns(end_ns=done, group=100 + of_replica).take(norm)
+    spans = spans.with_columns(start_ns=np.where(norm, done, spans.start_ns))
+    gaps = waited(replace(run, spans=Spans.concat([spans, own])), 3, "optimizer")
+    assert gaps == [((4, "B7"), [3 * B + 11, 0, 0, 100, 0])]
+
+
+def test_both_parts_of_a_split_gap_wait_for_the_same_message() -> None:
+    run = make_run(Job("GPipe", optimizer=500), constant(F, B))
+    assert waited(run, 0, "B0") == [((1, "B0"), [3 * F, 0, 0, 0, 0]), ((1, "B0"), [3 * B, 0, 0, 0, 0])]
+
+
+def test_a_next_step_that_begins_early_ends_a_gap_by_itself_or_by_what_is_not_seen() -> None:
+    """The last stage's optimizer ends 2000 after the others began the next step: stage 0 because its host was ready,
+    stage 1 because stage 0 had sent it an input of the next step, which this step does not show."""
+    run = make_run(Job(host=500, optimizer=500), constant(F, B))
+    slow = (run.spans.kind == Kind.OPTIMIZER) & (run.spans.rank == 3) & (run.spans.step == 0)
+    run = replace(run, spans=run.spans.with_columns(end_ns=run.spans.end_ns + (3 * B + 2000) * slow))
+    assert waited(run, 0, "") == [((-1, ""), [0, 0, 0, 0, 500])]
+    [(_, rungs)] = waited(run, 1, "")
+    assert np.isnan(rungs).all()
+    assert waited(run, 2, "") == [((3, "optimizer"), [B + 2000 + B, 0, 0, 0, 0])]

@@ -374,13 +374,21 @@
 
   function rungWords(gap) {
     const s = state.step, producer = s.gap_producer[gap], op = t.texts[s.gap_producer_op[gap]];
-    const other = producer >= 0 ? who(producer, s.gap_producer_stage[gap]) : "";
-    const end = ["", "optimizer"].includes(t.texts[s.gap_before[gap]]);
-    return [
-      other ? `${other} was still computing ${op || "it"}` : end ? "other GPUs had not finished the step" : "what it needs was still being computed",
+    const row = t.rows.find(([rank]) => rank === producer);  // an optimizer belongs to no stage, its GPU does
+    const other = producer < 0 ? "" : who(producer, s.gap_producer_stage[gap] >= 0 || !row ? s.gap_producer_stage[gap] : row[1]);
+    const before = t.texts[s.gap_before[gap]];
+    if (/^[FBIW]\d/.test(before)) return [
+      other ? `${other} was still computing ${op || "it"}` : "what it needs was still being computed",
       other ? `${other} had it, but its host had not sent it` : "the other host had not sent it",
       "this GPU had not posted the receive yet",
-      end ? "the collective at the end of the step" : "transfer",
+      "transfer",
+      "launch or data loading on this host",
+    ];
+    return [
+      `${other || "other GPUs"} had not finished ${other && before && op ? op : "the step"}`,
+      "other hosts had not launched what comes next",
+      "this GPU had not posted the receive yet",
+      "messages and collectives",
       "launch or data loading on this host",
     ];
   }
@@ -395,7 +403,7 @@
     causes.sort((a, b) => b[1] - a[1]);
     const printedCauses = split(causes.map((c) => c[1]), total);
     const known = s.gap_known[gap] === 1;
-    const reasons = known ? `: ${told.map((r) => `${r.text} ${r.words}`).join(", ")}.` : ". What it waited for is unavailable: that needs both ends of its messages.";
+    const reasons = known ? `: ${told.map((r) => `${r.text} ${r.words}`).join(", ")}.` : ". What it waited for is unavailable: that needs both ends of its messages, in one step.";
     const sentence = `${capital(who(rank, stage))} waited ${printed.total} ${!before ? "at the end of the step" : /^[FBIW]\d/.test(before) ? `for ${before}` : `before ${before}`}${reasons}`;
     story.hidden = false;
     story.replaceChildren(
