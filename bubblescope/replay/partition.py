@@ -67,6 +67,11 @@ def best_partition(
         raise UsageError("the embedding and head times must be finite and 0 or more")
     pinned = _pinned(stages, embedding, head)
     memory = _Memory.of(times, stages, layer_memory, embedding_memory, head_memory, memory_limit)
+    if len(times) < stages * least_layers:
+        raise InputError(
+            f"no cut of {len(times)} layers into {stages} stages has at least {least_layers} on each",
+            hint="give all layers of the model, or use fewer stages",
+        )
     slowest = _least_slowest(times, pinned, memory, least_layers)
     if not np.isfinite(slowest):
         raise InputError(

@@ -19,6 +19,10 @@ Float = NDArray[np.float64]
 EXPLAINED = 0.8
 """Below this share of a stage's time, its layers' times do not say how long the stage would take with others."""
 
+EXPLAINED_AT_ENDS = 0.4
+"""The same for the first and the last stage, which hold embedding, head and loss besides: of a small model on many
+stages, these take longer than the layers."""
+
 
 @dataclass(frozen=True, eq=False)
 class Repartition:
@@ -33,7 +37,8 @@ class Repartition:
 def repartition(
     model: PipelineModel, layers: Sequence[LayerTime], memory_limit: float | None = None, stages: int | None = None
 ) -> Repartition:
-    """Cut `layers` into as many runs as the model has virtual stages, so that the slowest is as fast as can be.
+    """Cut `layers` into as many runs as the model has virtual stages, none empty, so that the slowest is as fast as
+    can be.
 
     memory_limit: bytes on each virtual stage; the layers must have `bytes`. stages: another number of virtual
     stages. Raises InputError when nothing fits, UsageError when the limit comes without bytes.
@@ -52,6 +57,7 @@ def repartition(
         n,
         embedding=(first.forward_s + first.backward_s) * scale,
         head=(last.forward_s + last.backward_s) * scale,
+        least_layers=1,
         **limits,
     )
     forward = _by_stage([layer.forward_s * scale for layer in free], found, first.forward_s, last.forward_s, scale)
@@ -99,21 +105,37 @@ def _input_share(model: PipelineModel) -> float:
     return float(model.input_grad.sum()) / whole if whole > 0 else 0.5
 
 
+def coverage(model: PipelineModel, seen: Sequence[LayerTime]) -> Float:
+    """Share of each virtual stage's time that the layers seen on it take; shape (p·v,)."""
+    whole = model.forward + model.input_grad + model.weight_grad
+    timed = np.zeros(len(whole))
+    for layer in seen:
+        if 0 <= layer.stage < len(timed):
+            timed[layer.stage] += layer.forward_s + layer.backward_s
+    return np.divide(timed, whole, out=np.zeros(len(whole)), where=whole > 0)
+
+
+def unexplained(covered: Float) -> int | None:
+    """The stage of which the layers cover the least, where that is too little to say how long it would take with
+    others."""
+    least = np.full(len(covered), EXPLAINED)
+    least[[0, -1]] = EXPLAINED_AT_ENDS
+    worst = int((covered - least).argmin())
+    return worst if covered[worst] < least[worst] else None
+
+
 def measured_layers(model: PipelineModel, seen: Sequence[LayerTime]) -> list[LayerTime] | None:
     """The layers that a recording timed, with what else the first and the last stage do pinned to them: embedding,
-    head and loss. None unless layers of every stage were seen (and there are at least two), and unless they make up
-    `EXPLAINED` of each stage between: what a stage does beside its layers cannot be moved with them.
+    head and loss. None for a single stage, and where a stage is `unexplained` by them: what it does beside its layers
+    cannot be moved with them.
 
     Worked example: stage 0 takes F = 5 with two layers of F = 2: an embedding of F = 1 is pinned to it.
     """
     n = model.virtual_stages
-    if n < 2 or {layer.stage for layer in seen} != set(range(n)):
+    if n < 2 or unexplained(coverage(model, seen)) is not None:
         return None
     ordered = sorted(seen, key=lambda layer: layer.stage)
     backward = model.input_grad + model.weight_grad
-    timed = np.bincount([x.stage for x in seen], [x.forward_s + x.backward_s for x in seen], n)
-    if (timed < EXPLAINED * (model.forward + backward))[1:-1].any():
-        return None
 
     def rest(stage: int, name: str, pinned: str) -> LayerTime:
         mine = [layer for layer in seen if layer.stage == stage]

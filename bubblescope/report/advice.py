@@ -63,7 +63,7 @@ def _everything(b: Basis) -> list[Idea]:
         *ideas.fix_input(b),
         *ideas.faster_transfers(b),
         *(ideas.one_pass(b) if b.shape.passes > 1 else ideas.more_microbatches(b, doubled)),
-        *(() if b.shape.passes > 1 else ideas.other_schedules(b)),
+        *(() if b.shape.passes > 1 else [*ideas.other_schedules(b), *_together(b, tuple(FAMILIES), 3)]),
     ]
 
 
@@ -148,12 +148,15 @@ def explore(report: Report, wanted: Wanted) -> dict[str, Any]:
     least = WORTH_TELLING * b.measured if wanted.all else float("-inf")
     rows = [{**row(i, data["cost"], b), "saved_fraction": i.saved_seconds / b.measured} for i in _ranked(found, least)]
     refused = [] if wanted.all else [{"action": r.action, "why": r.why} for r in dict.fromkeys(b.found)]
-    return {**out, "verdict": _verdict(found, b.measured, all=wanted.all), "changes": rows, "refused": refused}
+    verdict = _verdict(found, b.measured, all=wanted.all)
+    if refused and not rows:
+        verdict = f"Nothing that was asked for can be predicted, because {refused[0]['why']}."
+    return {**out, "verdict": verdict, "changes": rows, "refused": refused}
 
 
 def _wanted(b: Basis, wanted: Wanted) -> list[Idea]:
     if wanted.all:
-        return [*_everything(b), *_together(b, tuple(FAMILIES), 3)]
+        return _everything(b)
     asked = {
         "Move layers between stages": (wanted.rebalance, ideas.rebalance, "the stages take equally long already"),
         "Replace a slow node": (wanted.replace_node, ideas.replace_node, _no_slow_node(b)),
@@ -161,9 +164,10 @@ def _wanted(b: Basis, wanted: Wanted) -> list[Idea]:
     }
     found: list[Idea] = []
     for action, (chosen, make_ideas, otherwise) in asked.items():
+        known = len(b.found)
         made = list(make_ideas(b)) if chosen else []
         found += made
-        if chosen and not made:
+        if chosen and not made and len(b.found) == known:
             b.found.append(Refusal(action, otherwise))
     if b.shape.passes > 1 and (wanted.microbatches or wanted.schedules):
         why = f"a step makes {b.shape.passes} passes through the pipeline (gradient accumulation): only merging them is"

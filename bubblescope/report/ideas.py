@@ -7,23 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bubblescope.errors import InputError, ScheduleError, UsageError
 from bubblescope.model.layers import LayerTime
 from bubblescope.model.notice import counted
 from bubblescope.replay import whatif
 from bubblescope.replay.attribution import Attribution
-from bubblescope.replay.repartition import Repartition, measured_layers, repartition
+from bubblescope.replay.repartition import Repartition, coverage, measured_layers, repartition, unexplained
 from bubblescope.replay.savings import savings
 from bubblescope.replay.schedules import FAMILIES, Schedule, make, peak_activations
 from bubblescope.replay.whatif import PipelineModel
 from bubblescope.report import tables
 from bubblescope.report.facts import Shape
 
-NEEDS_LAYERS = (
-    "whole layers allow as good a cut (the best whole cut needs per-layer times: record with layer timers or give "
-    "--layer-times)"
-)
 WORTH_SAYING = 0.01
 """Share of the step below which two predictions count as one."""
 EVEN = "work can be split evenly over the stages"
@@ -55,7 +52,8 @@ class Refusal:
 class Basis:
     """What predictions start from. measured: mean seconds of the steps that the shape holds in; step_share: how many of
     the analysed ones these are. first_in: seconds that fixing one cause alone saves, by cause. model: None when the
-    measured order cannot be replayed on its own. layers: of the whole model, None when nobody timed them."""
+    measured order cannot be replayed on its own. layers: of the whole model, None when nobody timed them, or not enough
+    of each stage. covered: the share of each virtual stage that recorded layers take, None without any."""
 
     attribution: Attribution
     shape: Shape
@@ -65,6 +63,7 @@ class Basis:
     model: PipelineModel | None
     layers: Sequence[LayerTime] | None = None
     memory_limit: float | None = None
+    covered: NDArray[np.float64] | None = None
     found: list[Refusal] = field(default_factory=list)
 
 
@@ -85,9 +84,11 @@ def basis(
     if shape.steps is not None:
         first_in = {cause: saving.first_in for cause, saving in savings(programs, a.bases).items()}
     model = whatif.calibrate(programs, a.bases, shape.orders, measured, a.run.layout)
-    if layers is None and model is not None:
-        layers = measured_layers(model, a.run.source.details.get("layer_times") or ())
-    return Basis(a, shape, measured, float(np.mean(holds)), first_in, model, layers, memory_limit)
+    covered = None
+    seen = a.run.source.details.get("layer_times")
+    if layers is None and model is not None and seen:
+        layers, covered = measured_layers(model, seen), coverage(model, seen)
+    return Basis(a, shape, measured, float(np.mean(holds)), first_in, model, layers, memory_limit, covered)
 
 
 # --- one cause removed ------------------------------------------------------------------------------------------
@@ -146,15 +147,20 @@ def faster_transfers(b: Basis) -> Iterator[Idea]:
 
 
 def rebalance(b: Basis) -> Iterator[Idea]:
-    """The best cut of whole layers where their times are known, else the continuous bound."""
+    """The best cut of whole layers where their times are known, else the continuous bound. Where no cut is possible,
+    this is noted in `found`."""
     saved = b.first_in.get("stage_imbalance", 0.0)
     uneven = _unevenness(b.attribution)
     if uneven is None:
         return
     slow, ratio, work = uneven
     detail = {"slowest_stage": slow, "slowdown": ratio, "seconds_per_microbatch": work}
-    assumptions = (ONE_REPLICA.format(slow),) if (b.shape.data_parallel or 1) < 2 else ()
-    cut = best_cut(b)
+    assumptions = _one_replica(b, slow)
+    try:
+        cut = best_cut(b)
+    except InputError as error:
+        b.found.append(Refusal("Move layers between stages", str(error)))
+        return
     if cut is None:
         if saved > 0:
             yield Idea(
@@ -163,7 +169,7 @@ def rebalance(b: Basis) -> Iterator[Idea]:
                 b.measured - saved,
                 saved,
                 {**detail, "bound": "continuous"},
-                (EVEN, NEEDS_LAYERS, *assumptions, SAME),
+                (EVEN, needs_layers(b), *assumptions, SAME),
             )
         return
     assert b.model is not None
@@ -177,20 +183,31 @@ def rebalance(b: Basis) -> Iterator[Idea]:
         step,
         b.measured - step,
         {**detail, "bound": "integer", **cut_detail(cut), "continuous_step_seconds": b.measured - saved},
-        (*cut_assumptions(cut), *assumptions, SAME),
+        (*cut_assumptions(b, cut), *assumptions, SAME),
         _cut_memory(cut),
     )
 
 
+def _one_replica(b: Basis, slow: int) -> tuple[str, ...]:
+    return (ONE_REPLICA.format(slow),) if (b.shape.data_parallel or 1) < 2 else ()
+
+
 def best_cut(b: Basis, virtual_stages: int | None = None) -> Repartition | None:
-    """None when layers are not known, or (noted in `found`) when no cut fits."""
+    """None when layers are not known. Raises InputError when no cut fits."""
     if b.model is None or not b.layers:
         return None
-    try:
-        return repartition(b.model, b.layers, b.memory_limit, virtual_stages)
-    except InputError as error:
-        b.found.append(Refusal("Move layers between stages", str(error)))
-        return None
+    return repartition(b.model, b.layers, b.memory_limit, virtual_stages)
+
+
+def needs_layers(b: Basis) -> str:
+    """What a bound takes for granted as long as no whole cut can be given, and why none can."""
+    why = "needs per-layer times: record with layer timers or give --layer-times"
+    if b.covered is not None and (stage := unexplained(b.covered)) is not None:
+        why = (
+            f"cannot be told: the layers that were timed take only {b.covered[stage]:.0%} of stage {stage}'s time; give "
+            "--layer-times"
+        )
+    return f"whole layers allow as good a cut (the best whole cut {why})"
 
 
 def cut_detail(cut: Repartition) -> dict[str, Any]:
@@ -205,8 +222,14 @@ def cut_detail(cut: Repartition) -> dict[str, Any]:
     }
 
 
-def cut_assumptions(cut: Repartition) -> tuple[str, ...]:
+def cut_assumptions(b: Basis, cut: Repartition) -> tuple[str, ...]:
     said = ["a layer takes the same time on every stage; embedding and head stay where they are"]
+    if b.covered is not None:
+        first, last = b.covered[0], b.covered[-1]
+        said.append(
+            f"the layers that were timed take {first:.0%} of the first and {last:.0%} of the last stage's time; the rest "
+            "stays there"
+        )
     if abs(cut.scale - 1) > 0.05:
         said.append(f"the layers' times, which add up to {1 / cut.scale:.0%} of the measured work, are scaled to it")
     return tuple(said)
@@ -315,18 +338,28 @@ def _other_schedule(b: Basis, model: PipelineModel, name: str, balanced: bool) -
             action, detail = f"Move layers and {action[0].lower()}{action[1:]}", detail | more
             assumptions = [*said, *assumptions]
         elif schedule.virtual_stages != model.virtual_stages:
+            _check_layers(b, schedule)
             assumptions.append(f"the layers can be cut into {schedule.virtual_stages} equal parts")
         step = whatif.predict(model, schedule)
         if not balanced and (b.shape.data_parallel or 1) < 2:
             step, both, why = _worse_of_two(b, model, schedule, step)
             detail |= both
             assumptions += why
-    except (ScheduleError, UsageError) as error:
+    except (InputError, ScheduleError, UsageError) as error:
         return Refusal(action, str(error))
     if not model.split_known and _splits(schedule):
         assumptions.append("I and W take half of B each (they were not measured apart)")
     note = memory_note(b.model or model, schedule)
-    return Idea(action, "schedule", step, b.measured - step, detail, tuple(assumptions), note)
+    return Idea(
+        action, "combined" if balanced else "schedule", step, b.measured - step, detail, tuple(assumptions), note
+    )
+
+
+def _check_layers(b: Basis, schedule: Schedule) -> None:
+    """Raises UsageError when some virtual stage would be empty."""
+    free = [layer for layer in b.layers or () if not layer.pinned]
+    if b.layers and len(free) < schedule.virtual_stages:
+        raise UsageError(f"it needs {schedule.virtual_stages} virtual stages, and there are {len(free)} layers")
 
 
 def _worse_of_two(
@@ -346,11 +379,13 @@ def _worse_of_two(
 
 
 def _rebalanced(b: Basis, model: PipelineModel, n: int) -> tuple[PipelineModel, dict[str, Any], tuple[str, ...]]:
-    cut = best_cut(b, n)
+    cut, uneven = best_cut(b, n), _unevenness(b.attribution)
+    alike = () if uneven is None else _one_replica(b, uneven[0])
     if cut is None:
         detail = {"rebalanced": True, "bound": "continuous"}
-        return whatif.balanced(whatif.resample(model, n)), detail, (EVEN, NEEDS_LAYERS)
-    return cut.model, {"rebalanced": True, "bound": "integer", **cut_detail(cut)}, cut_assumptions(cut)
+        said: tuple[str, ...] = (EVEN, needs_layers(b), *alike)
+        return whatif.balanced(whatif.resample(model, n)), detail, said
+    return cut.model, {"rebalanced": True, "bound": "integer", **cut_detail(cut)}, (*cut_assumptions(b, cut), *alike)
 
 
 def _splits(schedule: Schedule) -> bool:

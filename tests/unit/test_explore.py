@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bubblescope.errors import UsageError
+from bubblescope.model.layers import LayerTime
 from bubblescope.report.advice import Wanted, explore
 from bubblescope.report.build import ReportOptions
+from bubblescope.views.summary import top_actions
 from tests.support.cases import MS, layers, report, untrusted
 from tests.support.synthetic import Job, constant
 
@@ -50,7 +52,10 @@ def test_layers_that_do_not_divide_get_the_best_whole_cut_and_not_the_bound() ->
 
 def test_a_memory_limit_that_nothing_fits_is_a_refusal_and_one_without_bytes_wrong_usage() -> None:
     found = explore(report(), Wanted(rebalance=True, layers=layers(4, 4, 4, 8), memory_limit=4 * 2**30))
-    assert any("fits the memory limit" in r["why"] for r in found["refused"])
+    (refused,) = found["refused"]
+    assert "fits the memory limit" in refused["why"]
+    assert found["changes"] == []
+    assert refused["why"] in found["verdict"]
     (change,) = explore(report(), Wanted(rebalance=True, layers=layers(4, 4, 4, 8), memory_limit=6 * 2**30))["changes"]
     assert "5 GiB" in change["memory_note"]
     with pytest.raises(UsageError, match="memory limit"):
@@ -62,6 +67,32 @@ def test_moving_layers_and_another_schedule_together_is_predicted_when_it_beats_
     both = [c for c in found["changes"] if c["detail"].get("rebalanced")]
     assert len(both) == 1
     assert found["changes"][0] is both[0]
+
+
+def test_no_stage_is_left_without_a_layer() -> None:
+    """A first stage as long as all others together keeps one of its layers, and 7 layers do not fill 8 stages."""
+    heavy = [LayerTime("embedding", 0.1, 0.2, pinned="first"), *layers(1, 2, 2, 2)]
+    found = explore(report(), Wanted(rebalance=True, layers=tuple(heavy), schedules=("ZBVZeroBubble",)))
+    (change,) = found["changes"]
+    assert change["detail"]["layers"] == [1, 2, 2, 2]
+    assert "it needs 8 virtual stages, and there are 7 layers" in found["refused"][0]["why"]
+
+
+def test_fewer_layers_than_stages_are_refused() -> None:
+    found = explore(report(), Wanted(rebalance=True, layers=layers(1, 1, 1)))
+    assert found["changes"] == []
+    assert [r["why"] for r in found["refused"]] == ["no cut of 3 layers into 4 stages has at least 1 on each"]
+
+
+def test_what_is_best_together_is_in_the_report_beside_what_is_best_alone() -> None:
+    made = report()
+    best = explore(made, Wanted())["changes"][0]
+    assert best["kind"] == "combined"
+    assert any("its layers, not its GPU" in a for a in best["assumptions"])
+    top = top_actions(made.data)
+    assert top[0]["action"] == best["action"]
+    assert top[0]["saved_seconds"] == best["saved_seconds"]
+    assert len({row["kind"] for row in top}) == 3
 
 
 def test_nothing_is_promised_without_trust() -> None:
