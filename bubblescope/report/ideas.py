@@ -204,8 +204,8 @@ def needs_layers(b: Basis) -> str:
     why = "needs per-layer times: record with layer timers or give --layer-times"
     if b.covered is not None and (stage := unexplained(b.covered)) is not None:
         why = (
-            f"cannot be told: the layers that were timed take only {b.covered[stage]:.0%} of stage {stage}'s time; give "
-            "--layer-times"
+            f"cannot be told: the layers that were timed take only {b.covered[stage]:.0%} of stage {stage}'s time; "
+            "give --layer-times"
         )
     return f"whole layers allow as good a cut (the best whole cut {why})"
 
@@ -227,8 +227,8 @@ def cut_assumptions(b: Basis, cut: Repartition) -> tuple[str, ...]:
     if b.covered is not None:
         first, last = b.covered[0], b.covered[-1]
         said.append(
-            f"the layers that were timed take {first:.0%} of the first and {last:.0%} of the last stage's time; the rest "
-            "stays there"
+            f"the layers that were timed take {first:.0%} of the first and {last:.0%} of the last stage's time; the "
+            "rest stays there"
         )
     if abs(cut.scale - 1) > 0.05:
         said.append(f"the layers' times, which add up to {1 / cut.scale:.0%} of the measured work, are scaled to it")
@@ -350,9 +350,7 @@ def _other_schedule(b: Basis, model: PipelineModel, name: str, balanced: bool) -
     if not model.split_known and _splits(schedule):
         assumptions.append("I and W take half of B each (they were not measured apart)")
     note = memory_note(b.model or model, schedule)
-    return Idea(
-        action, "combined" if balanced else "schedule", step, b.measured - step, detail, tuple(assumptions), note
-    )
+    return Idea(action, "schedule", step, b.measured - step, detail, tuple(assumptions), note)
 
 
 def _check_layers(b: Basis, schedule: Schedule) -> None:

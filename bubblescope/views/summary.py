@@ -176,10 +176,11 @@ def best_actions(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def top_actions(data: dict[str, Any], count: int = 3) -> list[dict[str, Any]]:
-    """The best action of each kind, best first: five schedules in a row would hide the other ways out."""
-    first: dict[str, dict[str, Any]] = {}
+    """The best action of each kind, best first: five schedules in a row would hide the other ways out. Moving layers
+    and another schedule together is a kind of its own."""
+    first: dict[tuple[str, bool], dict[str, Any]] = {}
     for row in best_actions(data):
-        first.setdefault(str(row.get("kind")), row)
+        first.setdefault((str(row.get("kind")), "rebalanced" in (row.get("detail") or {})), row)
     return list(first.values())[:count]
 
 
