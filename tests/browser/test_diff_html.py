@@ -37,6 +37,14 @@ def test_it_complains_of_nothing_loads_nothing_and_passes_axe_in_both_themes(
     page_checks.suits_both_themes(seen, screenshot, f"diff-{size}")
 
 
+def test_what_is_printed_fits_a4_upright(
+    visit: Callable[..., Any], page_path: Path, screenshot: Callable[[Any, str], None]
+) -> None:
+    page = visit(page_path, "desktop", "dark", ready="#table-changes").page
+    page_checks.prints_within_a4(page)
+    screenshot(page, "print-diff")
+
+
 def test_the_theme_button_works_without_charts(visit: Callable[..., Any], page_path: Path) -> None:
     page = visit(page_path, ready="#table-changes").page
     page.click("#theme")

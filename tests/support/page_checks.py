@@ -43,6 +43,26 @@ def is_quiet(visit: Any) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+A4 = {"width": 718, "height": 1047}
+"""Pixels between margins of 10 mm, at 96 a inch."""
+
+RIGHT_EDGES = """
+  [...document.querySelectorAll("h1, h2, h3, p, dl, ul, table, canvas, .main-svg")].filter((e) => e.checkVisibility())
+    .map((e) => [e.id || e.className.baseVal || e.tagName, Math.ceil(e.getBoundingClientRect().right)])
+"""
+
+
+def prints_within_a4(page: Any) -> None:
+    """What lies beyond the edge of the paper is lost: nothing can be scrolled there."""
+    page.emulate_media(media="print")
+    page.set_viewport_size(A4)
+    until(page, "document.documentElement.hasAttribute('data-paper')")
+    edges = page.evaluate(RIGHT_EDGES)
+    assert "table-stages" in dict(edges)
+    assert [(name, right) for name, right in edges if right > A4["width"]] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= A4["width"]
+
+
 def passes_axe(page: Any, only: dict[str, Any] = EVERY_RULE) -> None:
     result = Axe().run(page, options={"runOnly": only})
     assert [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in result.response["violations"]] == []

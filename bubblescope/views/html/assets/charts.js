@@ -44,5 +44,7 @@
     for (const div of document.querySelectorAll("[data-figure]")) watch.observe(div);
   };
   bubblescope.drawAllCharts = () => document.querySelectorAll("[data-figure]").forEach(draw);
+  // plotly.js keeps the width that it first found until it is told to measure again.
+  bubblescope.fitCharts = () => drawn.forEach((div) => Plotly.relayout(div, { autosize: true }));
   bubblescope.redrawCharts = () => drawn.forEach(draw);
 })();

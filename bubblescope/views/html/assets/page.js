@@ -6,12 +6,15 @@
   let chosen = 0;
   function recolour() { bubblescope.repaint?.(); bubblescope.redrawCharts(); }
   function applyTheme() { if (chosen) root.dataset.theme = ORDER[chosen]; else delete root.dataset.theme; recolour(); }
-  // Paper is white: what the scripts draw must be drawn again for it, and again afterwards.
+  // Paper is white and narrow: what the scripts draw must be drawn again for it, and again afterwards.
   function print(on) {
-    if (!on) return applyTheme();
-    root.dataset.theme = "light";
-    bubblescope.drawAllCharts();
-    bubblescope.repaint?.();
+    root.toggleAttribute("data-paper", on);
+    if (on) {
+      root.dataset.theme = "light";
+      bubblescope.drawAllCharts();
+      bubblescope.repaint?.();
+    } else applyTheme();
+    bubblescope.fitCharts();
   }
   button.addEventListener("click", () => {
     chosen = (chosen + 1) % ORDER.length;
