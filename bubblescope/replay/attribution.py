@@ -137,7 +137,7 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
     if not is_pipeline(operations.kind).any():
         return [], "no forward and backward operations of micro-batches were found"
     cut = run.layout.missing_ranks and np.isin(run.spans.kind, (Kind.SEND, Kind.RECV)).any()
-    if (run.layout.stages or 1) < 2 and not len(run.links.p2p) and not cut:
+    if run.layout.stages is None and not len(run.links.p2p) and not cut:
         if not (operations.kind == Kind.FORWARD).any():
             return [], "no pipeline was found: only backwards of micro-batches were seen, and no forward"
         return [], "no pipeline was found: no stages, and no message of which both ends were seen"

@@ -237,6 +237,9 @@ def _bubble(a: Attribution, gpus: list[dict[str, Any]], shape: facts.Shape) -> d
     out["over_ideal"] = bubble / work if work > 0 else None
     out["own_span_rate"] = _own_span_rate(a)
     out["straggler_waste"] = _straggler_waste(a)
+    if a.run.layout.stages == 1:
+        # Its GPUs wait for slower replicas, and not for other stages.
+        out |= {"fraction": 0.0, "over_ideal": 0.0, "own_span_rate": 0.0}
     return out
 
 

@@ -104,9 +104,10 @@ class Loss:
 
 
 def headline(data: dict[str, Any]) -> Loss | None:
-    """`fraction` leaves out what would idle a GPU without any pipeline; hours and money must do the same."""
+    """`fraction` leaves out what would idle a GPU without any pipeline; hours and money must do the same. One stage has
+    no bubbles."""
     fraction, idle = value(data, "bubble", "fraction"), value(data, "bubble", "gpu_idle_fraction")
-    if fraction is not None:
+    if fraction is not None and pipeline_seen(data).get("stages") != 1:
         return Loss("bubbles", float(fraction), float(fraction / idle) if idle else 1.0)
     return None if idle is None else Loss("idle", float(idle), 1.0)
 
@@ -234,7 +235,7 @@ def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
 
 def _reason(report: ReportLike) -> str:
     found, loss = reasons(report.data), headline(report.data)
-    if loss is not None and loss.what == "idle":
+    if loss is not None and value(report.data, "bubble", "fraction") is None:
         return f"; the pipeline's share of it is {unavailable(report.data, 'fraction')}."
     if value(report.data, "replay", "trusted") is False:
         return f"; what causes it is {unavailable(report.data, 'not-trusted', 'replay', 'causes')}."

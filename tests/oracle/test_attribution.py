@@ -11,6 +11,7 @@ from bubblescope.model import Action, Kind, Run, Spans
 from bubblescope.replay.attribution import PHASES, Attribution, attribute
 from bubblescope.replay.causes import CAUSES
 from bubblescope.report.build import ReportOptions, build
+from bubblescope.views.summary import first_screen
 from tests.support.synthetic import Duration, Job, constant, make_run
 
 F, B = 1000, 2000
@@ -94,6 +95,23 @@ def test_host_data_optimizer_and_collective_are_each_named() -> None:
         "data_loading": 300,
         "exposed_collective": 200,
     }
+
+
+def test_one_stage_has_no_bubble_and_waits_for_its_slow_replica() -> None:
+    """Three of four replicas wait 6000 for the third, and all 20 for their collective: 4500 and 20 per GPU."""
+    job = Job(stages=1, replicas=4, microbatches=4, sync=20)
+    run = make_run(
+        job, lambda step, replica, rank, action: constant(F, B, {0: 1 + (replica == 2) / 2})(step, 0, 0, action)
+    )
+    assert causes_of(run) == {"slow_worker": 4500, "exposed_collective": 20}
+    report = build(run, ReportOptions())
+    assert [report.data["bubble"][name] for name in ("fraction", "over_ideal", "own_span_rate")] == [0, 0, 0]
+    assert "fraction-unavailable" not in {w["code"] for w in report.data["source"]["warnings"]}
+    best = report.data["advice"][0]
+    assert (best["kind"], best["detail"]) == ("node", {"rank": 2, "slowdown": 1.5})
+    sentence = first_screen(report).sentence
+    assert sentence.startswith("25.1 % of 4 GPUs' time is idle: ")
+    assert sentence.endswith("because GPU 2 is 1.5× slower than the other replicas of its stage.")
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])

@@ -113,8 +113,7 @@ def _facts(data: dict[str, Any]) -> list[str]:
 
 
 def _no_action(data: dict[str, Any]) -> str:
-    loss = headline(data)
-    if loss is None or loss.what == "idle":
+    if value(data, "bubble", "fraction") is None:
         return f"What a change would save is {unavailable(data, 'no-advice', 'fraction', 'saving')}."
     return "No change was found that would make a step noticeably shorter."
 
