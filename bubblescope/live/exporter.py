@@ -138,7 +138,7 @@ def _sums(s: Snapshot, make: _Family) -> Iterator[Metric]:
     yield make.counter("bubblescope_busy_seconds", "Time in compute, in counted steps.", busy, *RANK)
     window = [(own, gpu.window) for own, gpu in gpus]
     yield make.counter("bubblescope_window_seconds", "Busy and idle time of counted steps.", window, *RANK)
-    text = "GPU-hours lost to pipeline bubbles (all idle time where bubbles cannot be told from it)."
+    text = "GPU-hours lost to pipeline bubbles (all idle time of one stage, and where bubbles cannot be told from it)."
     yield make.counter("bubblescope_wasted_gpu_hours", text, [((), t.lost_gpu_hours)])
     yield make.counter("bubblescope_steps", "Training steps counted, without warm-up.", [((), t.steps)])
     yield _durations(s, make)

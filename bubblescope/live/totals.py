@@ -53,8 +53,8 @@ class GpuTotals:
 class Totals:
     """Everything counted so far. buckets: steps of at most `BUCKETS` seconds, not cumulated, the last one beyond.
 
-    lost_s: GPU seconds lost to pipeline bubbles, or idle in steps where bubbles could not be told from other idle
-    time. first_step: the first that was counted, -1 before any.
+    lost_s: GPU seconds lost to pipeline bubbles, or idle with one stage, and in steps where bubbles could not be told
+    from other idle time. first_step: the first that was counted, -1 before any.
     """
 
     gpus: dict[int, GpuTotals] = field(default_factory=dict)
@@ -77,7 +77,8 @@ class Totals:
             return
         causes = a.per_window(a.gaps.causes)[rows] * NS
         self._add_gpus(a, rows, net(causes))
-        lost = np.where(a.replayed[rows], causes[:, ~_OUTSIDE].sum(axis=1), causes.sum(axis=1))
+        bubbles = a.replayed[rows] & (a.run.layout.stages != 1)
+        lost = np.where(bubbles, causes[:, ~_OUTSIDE].sum(axis=1), causes.sum(axis=1))
         self.lost_s += float(np.maximum(lost, 0.0).sum())
         self.window_s += float(a.idle.window_ns[rows].sum()) * NS
         self._add_steps(a, np.unique(w.step[rows]))

@@ -93,7 +93,7 @@ def gpu_count(data: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Loss:
-    """What the first screen is about: pipeline bubbles, or all idle time where bubbles cannot be told from it.
+    """What the first screen is about: pipeline bubbles, or all idle time where there are none or they are unknown.
 
     share: of all GPU time. of_idle: share of idle time, to scale hours and money of idle.
     """

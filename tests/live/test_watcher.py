@@ -331,9 +331,9 @@ def test_the_first_step_shown_begins_where_the_one_before_ended_though_few_are_h
 
 
 def test_the_shape_of_the_job_changes_what_is_counted_not_whether(tmp_path: Path) -> None:
-    """Without stages there is no pipeline: idle time is counted, and the fraction is not known, not 0."""
+    """One stage has no bubbles: all idle time is counted as lost."""
     job = jobs.record(Job(stages=1, microbatches=2, steps=5, origin=10 * MS, host=3 * MS), synthetic.constant(MS, MS))
     job.write(tmp_path, range(5))
     found = Watch(tmp_path).look()
-    assert found.report.data["bubble"]["fraction"] is None
-    assert found.totals.lost_s > 0
+    assert found.report.data["bubble"]["fraction"] == 0
+    assert 0 < found.totals.lost_s == pytest.approx(found.totals.gpus[0].idle.sum())
