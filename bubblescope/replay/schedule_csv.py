@@ -19,7 +19,8 @@ from bubblescope.replay.dag import build_dag
 from bubblescope.replay.schedules import Schedule, recognise, stage_ranks
 
 FORMATS = ("compute_only", "compute_comms")
-_NOT_COMPUTE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*\Z")
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*\Z")
+_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)\Z")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B\Z")
 _UNSHARDED = 3
 """Stages that torch keeps unsharded at once under FSDP."""
@@ -27,10 +28,12 @@ Group = tuple[Action, ...]
 
 
 def load_csv(path: str | Path) -> Schedule:
-    """Read a schedule CSV of either format; messages and FSDP steps are dropped, empty cells are waiting slots.
+    """Read a schedule CSV of either format; messages (checked to come in pairs) and FSDP steps are dropped, empty cells
+    are waiting slots.
 
     The schedule is named when its order is exactly a known one, else "custom". Raises InputError when the file
-    cannot be read; ScheduleError, with row and cell, for an entry that is no action, or an order that cannot run.
+    cannot be read; ScheduleError, with row and cell, for an entry that is no action, a message without its other end, or
+    an order that cannot run.
     """
     try:
         text = handwritten.text(path)
@@ -43,18 +46,23 @@ def load_csv(path: str | Path) -> Schedule:
 def parse_csv(text: str, where: str = "") -> Schedule:
     """As `load_csv`, from the text itself.
 
-    >>> parse_csv("0F0,0SEND_F0,0F1,,0B0,0B1\\n1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1").name
+    >>> parse_csv("0F0,0SEND_F0,0F1,,0RECV_B0,0B0,0B1\\n1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1").name
     '1F1B'
     """
     orders: dict[int, list[Action]] = {}
     overlapped: dict[int, list[int]] = {}
+    messages: list[tuple[re.Match[str], int, str]] = []
     rows = list(csv.reader(io.StringIO(text, newline="")))
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     for rank, row in enumerate(rows):
         orders[rank] = []
         for column, cell in enumerate(row):
-            group = _parse_cell(cell, f"{where}, row {rank + 1}, cell {column + 1}".lstrip(", "))
+            here = f"{where}, row {rank + 1}, cell {column + 1}".lstrip(", ")
+            if message := _MESSAGE.match(cell.strip()):
+                messages.append((message, rank, here))
+                continue
+            group = _parse_cell(cell, here)
             if len(group) == 2:
                 overlapped.setdefault(rank, []).append(len(orders[rank]))
             orders[rank] += group
@@ -66,9 +74,36 @@ def parse_csv(text: str, where: str = "") -> Schedule:
         build_dag(orders, overlapped)
     except ScheduleError as error:
         raise ScheduleError(error.what, hint=error.hint, where=where) from error
+    _check_messages(messages, orders)
     _check_numbering({action.microbatch for order in orders.values() for action in order}, where)
     found = recognise(orders)
     return Schedule(found.name if found.exact else "custom", orders, overlapped)
+
+
+def _check_messages(messages: Sequence[tuple[re.Match[str], int, str]], orders: dict[int, list[Action]]) -> None:
+    """messages: (cell, position, where). Each belongs to an operation of its row, and has its other end."""
+    texts = Counter(message[0] for message, _, _ in messages)
+    carried = {
+        (rank, f"{a.stage}_{'F' if a.kind == Kind.FORWARD else 'B'}{a.microbatch}")
+        for rank, order in orders.items()
+        for a in order
+        if a.kind != Kind.BACKWARD_WEIGHT
+    }
+    for message, rank, where in messages:
+        text, (stage, way, letter, microbatch) = message[0], message.groups()
+        neighbour = int(stage) + (1 if (way == "SEND") == (letter == "F") else -1)
+        other = f"{neighbour}{'RECV' if way == 'SEND' else 'SEND'}_{letter}{microbatch}"
+        if (rank, f"{stage}_{letter}{microbatch}") not in carried:
+            what = f"'{text}' belongs to no operation of its row"
+        elif texts[text] > 1:
+            what = f"'{text}' is there {texts[text]} times"
+        elif other not in texts:
+            what = f"'{text}' has no '{other}' to match it"
+        else:
+            continue
+        raise ScheduleError(
+            what, hint="a result that another row needs is sent once by its stage and received once there", where=where
+        )
 
 
 def _check_numbering(microbatches: set[int], where: str) -> None:
@@ -85,7 +120,7 @@ def _check_numbering(microbatches: set[int], where: str) -> None:
 def _parse_cell(cell: str, where: str) -> Group:
     """The actions of one cell: none, one, or the two of an overlapped pair."""
     text = cell.strip()
-    if not text or _NOT_COMPUTE.match(text):
+    if not text or _FSDP.match(text):
         return ()
     pair = _OVERLAPPED.match(text)
     parts = pair[1].split(";") if pair else [text]

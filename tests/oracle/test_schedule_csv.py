@@ -84,6 +84,13 @@ def test_an_order_of_its_own_comes_back_as_custom() -> None:
         ("0F0,0B0\n1F0,(1B0;1F1;1F2)OVERLAP_F_B", "overlaps 3 actions", "row 2, cell 2"),
         ("", "no actions", ""),
         ("0B0,0F0", "deadlocks", ""),
+        ("0F0,0SEND_F0,1RECV_F0,0B0", "'1RECV_F0' belongs to no operation of its row", "row 1, cell 3"),
+        ("0F0,0SEND_F0,0B0", "'0SEND_F0' has no '1RECV_F0' to match it", "row 1, cell 2"),
+        ("0F0,0B0\n1RECV_F0,1F0,1B0", "'1RECV_F0' has no '0SEND_F0' to match it", "row 2, cell 1"),
+        ("0F0,0B0\n1F0,1B0,1SEND_B0", "'1SEND_B0' has no '0RECV_B0' to match it", "row 2, cell 3"),
+        ("0F0,0SEND_F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0", "'0SEND_F0' is there 2 times", "row 1, cell 2"),
+        ("0F0,0SEND_F1,0B0\n1RECV_F1,1F0,1B0", "'0SEND_F1' belongs to no operation of its row", "row 1, cell 2"),
+        ("0F0,0SEND_F,0B0", "'0SEND_F' is not a schedule action", "row 1, cell 2"),
     ],
 )
 def test_a_bad_cell_is_named_by_row_and_cell(text: str, says: str, where: str) -> None:
