@@ -32,8 +32,8 @@ def load_csv(path: str | Path) -> Schedule:
     are waiting slots.
 
     The schedule is named when its order is exactly a known one, else "custom". Raises InputError when the file
-    cannot be read; ScheduleError, with row and cell, for an entry that is no action, a message without its other end, or
-    an order that cannot run.
+    cannot be read; ScheduleError, with row and cell, for an entry that is no action, a message without its other
+    end, or an order that cannot run.
     """
     try:
         text = handwritten.text(path)

@@ -130,6 +130,29 @@ def test_sliders_recompute_hours_and_money(visit: Any, path_of: Any) -> None:
     assert float(page.input_value("#total")) == pytest.approx(2_000_000, rel=1e-4)
 
 
+def test_steps_and_days_never_contradict_each_other(visit: Any, path_of: Any) -> None:
+    page = visit(path_of("imbalance")).page
+
+    def both() -> tuple[str, str]:
+        return page.input_value("#total"), page.input_value("#days")
+
+    page.fill("#days", "-1")
+    assert (page.input_value("#total"), page.inner_text("#out-hours")) == ("", "–")
+    page.locator("#days").blur()
+    assert both() == ("", "")
+    page.fill("#days", "0")
+    page.locator("#days").blur()
+    total, days = both()
+    step = page.evaluate("bubblescope.data.whatif.step_s")
+    assert total == "1" and float(days) == pytest.approx(step / 86400, rel=1e-5)
+    page.fill("#total", "-5")
+    page.locator("#total").blur()
+    assert both() == ("", "")
+    page.fill("#total", "123456789")
+    page.locator("#total").blur()
+    assert both()[0] == "123456789"
+
+
 def test_a_slider_moves_by_the_keyboard(visit: Any, path_of: Any) -> None:
     page = visit(path_of("imbalance")).page
     before = page.inner_text("#out-hours")

@@ -54,15 +54,20 @@
     }
   }
 
-  // Steps and days are one thing in two units.
+  // Steps and days are one thing in two units: where one is no number, nor is the other.
+  const times = (value, by) => (value === null ? null : value * by);
   function follow(id) {
-    if (id === "total" && read("total") !== null) put("days", read("total") * base.step_s / DAY);
-    if (id === "days" && read("days") !== null) put("total", read("days") * DAY / base.step_s);
+    if (id === "total") put("days", times(read("total"), base.step_s / DAY));
+    if (id === "days") put("total", times(read("days"), DAY / base.step_s));
     recompute();
   }
 
   for (const id of Object.keys(RANGE)) {
     field(id).addEventListener("input", () => { syncSlider(id); follow(id); });
+    field(id).addEventListener("change", () => {
+      if (read(id) === null) write(id, null);
+      if (id === "days") follow("total"); // whole steps
+    });
     slider(id).addEventListener("input", () => {
       // The slider stays where it was put: rounding to whole GPUs must not pull it back.
       write(id, fromSlider(id, Number(slider(id).value)));
