@@ -145,9 +145,9 @@ def fixes(report: ReportLike) -> Table:
         ))  # fmt: skip
     head = ("Cause", "Sure", "share of idle", "ms", "first-in", "Shapley", "over all orders")
     caption = (
-        "What fixing each cause would buy, in ms per step. The headline savings use first-in. Warmup, cooldown and "
-        "schedule are intrinsic: only another schedule or more micro-batches recover them. –: not defined, as host "
-        "delay is removed before savings are shared out."
+        "What fixing each cause would buy, in ms per step. An action that fixes one cause saves first-in. Warmup, "
+        "cooldown and schedule are intrinsic: only another schedule or more micro-batches recover them. –: not "
+        "defined, as host delay is removed before savings are shared out."
     )
     return Table(caption, head, tuple(rows), 2)
 
