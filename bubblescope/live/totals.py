@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from bubblescope.cost.prices import SECONDS_PER_HOUR
 from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
-from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE
+from bubblescope.replay.causes import CAUSES
 from bubblescope.report.facts import stage_of
 from bubblescope.report.tables import step_seconds
 
@@ -18,8 +18,6 @@ Float = NDArray[np.float64]
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 """Upper edges of the step duration histogram, seconds: from a demo on a laptop to the largest jobs."""
-
-_OUTSIDE = np.isin(CAUSES, OUTSIDE_PIPELINE)
 
 
 def net(causes: Float) -> Float:
@@ -77,8 +75,8 @@ class Totals:
             return
         causes = a.per_window(a.gaps.causes)[rows] * NS
         self._add_gpus(a, rows, net(causes))
-        bubbles = a.replayed[rows] & (a.run.layout.stages != 1)
-        lost = np.where(bubbles, causes[:, ~_OUTSIDE].sum(axis=1), causes.sum(axis=1))
+        unknown = ~a.replayed[rows] | (a.run.layout.stages == 1)
+        lost = np.where(unknown, a.idle.idle_ns[rows], a.bubble_ns[rows]) * NS
         self.lost_s += float(np.maximum(lost, 0.0).sum())
         self.window_s += float(a.idle.window_ns[rows].sum()) * NS
         self._add_steps(a, np.unique(w.step[rows]))

@@ -26,7 +26,7 @@ from bubblescope.analysis.windows import Windows, find_windows
 from bubblescope.errors import ScheduleError
 from bubblescope.model import Kind, Notice, Run, Spans
 from bubblescope.replay.bases import BaseTable, find_bases
-from bubblescope.replay.causes import CAUSES, Decomposition, decompose, gap_bounds
+from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE, Decomposition, decompose, gap_bounds
 from bubblescope.replay.ladder import RUNGS, carve
 from bubblescope.replay.program import Edge, Node, Program, build_programs
 from bubblescope.replay.scenario import Replayed
@@ -85,6 +85,14 @@ class Attribution:
     def main(self) -> NDArray[np.bool_]:
         """The windows that figures are means over: the replayed ones, or all where nothing could be replayed."""
         return self.replayed if self.replayed.any() else np.ones(len(self.windows), dtype=np.bool_)
+
+    @property
+    def bubble_ns(self) -> Float:
+        """Of each window what is lost to pipeline bubbles, shape (w,): idle time without what would idle a GPU without
+        any pipeline. One stage has none."""
+        if self.run.layout.stages == 1:
+            return np.zeros(len(self.windows))
+        return self.per_window(self.gaps.causes[:, ~np.isin(CAUSES, OUTSIDE_PIPELINE)].sum(axis=1))
 
     def per_window(self, values: Float) -> Float:
         """Sum a per-gap column (g,) or (g, c) over the gaps of each window: (w,) or (w, c)."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bubblescope.algebra.stats import Interval, bootstrap, bootstrap_difference, row_mean
+from bubblescope.algebra.stats import Interval, Statistic, bootstrap, bootstrap_difference, row_mean
 from bubblescope.model import Notice
 from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
-from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE
+from bubblescope.replay.causes import CAUSES
 from bubblescope.report import facts, tables
 
 if TYPE_CHECKING:
@@ -92,12 +92,13 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class _Steps:
-    """Per step, shape (s,) or (s, causes): means over the GPUs of the step. known: which causes are figures at all."""
+    """Per step, shape (s,) or (s, causes): means over the GPUs of the step. bubble: shape (s, 2), bubble and window in
+    ns, None where bubbles are unknown. known: which causes are figures at all."""
 
     seconds: Float
     idle: Float
     busy: Float
-    fraction: Float | None
+    bubble: Float | None
     causes: Float
     known: Mapping[str, bool]
     stage_idle: dict[int, Float]
@@ -122,7 +123,7 @@ def compare(before: Report, after: Report) -> Comparison:
         step_seconds=step,
         per_microbatch=None if counts is None else _change(old.seconds, new.seconds),
         microbatches=counts,
-        fraction=_change(old.fraction, new.fraction),
+        fraction=_change(old.bubble, new.bubble, _ratio),
         idle=_change(old.idle, new.idle),
         busy=_change(old.busy, new.busy),
         causes=_cause_changes(old, new, old.causes, new.causes),
@@ -142,12 +143,13 @@ def _steps(report: Report) -> _Steps:
     idle, busy = _seconds(a.idle.idle_ns[main]), _seconds(a.idle.busy_ns[main])
     stage = np.array([_stage(a, int(rank)) for rank in a.windows.rank[main]], dtype=np.int64)
     mean = _mean_by(at, len(steps))
+    unknown = report.data["bubble"]["fraction"] is None
     rows = {int(s): np.flatnonzero(stage == s) for s in np.unique(stage)}
     return _Steps(
         seconds=seconds,
         idle=mean(idle),
         busy=mean(busy),
-        fraction=_fraction(a, report.data, mean, idle, causes),
+        bubble=None if unknown else mean(np.column_stack([a.bubble_ns, a.idle.window_ns])[main]),
         causes=mean(causes),
         known={name: report.data["causes"][name]["sure"] != "unavailable" for name in CAUSES},
         stage_idle={s: _finite(_mean_by(at[r], len(steps))(idle[r])) for s, r in rows.items()},
@@ -209,23 +211,19 @@ def _finite(values: Float) -> Float:
     return result
 
 
-def _fraction(
-    a: Attribution, data: dict[str, Any], mean: Callable[[Float], Float], idle: Float, causes: Float
-) -> Float | None:
-    """The bubble fraction of each step; None where the report has none."""
-    if data["bubble"]["fraction"] is None:
-        return None
-    outside = causes[:, [CAUSES.index(name) for name in OUTSIDE_PIPELINE]].sum(axis=1)
-    result: Float = mean(idle - outside) / mean(_seconds(a.idle.window_ns[a.main]))
+def _ratio(rows: Float) -> Float:
+    """Of (…, s, 2) the sum of the first column over that of the second: a fraction of all steps, as the report's is."""
+    total = rows.sum(axis=-2)
+    result: Float = total[..., 0] / total[..., 1]
     return result
 
 
-def _change(before: Float | None, after: Float | None) -> Change:
-    old = None if before is None or not len(before) else float(before.mean())
-    new = None if after is None or not len(after) else float(after.mean())
+def _change(before: Float | None, after: Float | None, statistic: Statistic = row_mean) -> Change:
+    old = None if before is None or not len(before) else float(statistic(before))
+    new = None if after is None or not len(after) else float(statistic(after))
     if old is None or new is None:
         return Change(old, new, None, None, None, False)
-    interval = bootstrap_difference(before, after, row_mean, level=LEVEL)  # type: ignore[arg-type]
+    interval = bootstrap_difference(before, after, statistic, level=LEVEL)  # type: ignore[arg-type]
     return Change(old, new, interval.value, interval.low, interval.high, _sure(interval))
 
 

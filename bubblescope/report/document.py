@@ -17,7 +17,7 @@ from bubblescope.errors import InputError
 from bubblescope.model import Notice, Run
 from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution, has_phases
-from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES, OUTSIDE_PIPELINE
+from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES
 from bubblescope.replay.savings import Saving, savings
 from bubblescope.replay.scenario import Fix, replay
 from bubblescope.report import advice, facts, tables
@@ -229,17 +229,12 @@ def _bubble(a: Attribution, gpus: list[dict[str, Any]], shape: facts.Shape) -> d
     }
     if not a.replayed.any():
         return out
-    outside = float(np.sum([g["causes"][c] for g in gpus for c in OUTSIDE_PIPELINE]))
-    work = _pipeline_work(a)
-    own_window = float(a.idle.window_ns[a.replayed].mean()) * NS
-    bubble = (idle - outside) / window * own_window
-    out["fraction"] = (idle - outside) / window
-    out["over_ideal"] = bubble / work if work > 0 else None
-    out["own_span_rate"] = _own_span_rate(a)
+    work, bubble = _pipeline_work(a), float(a.bubble_ns[a.replayed].mean())
+    out["fraction"] = bubble / float(a.idle.window_ns[a.replayed].mean())
+    out["over_ideal"] = bubble * NS / work if work > 0 else None
+    # The GPUs of one stage wait for slower replicas, and not for other stages.
+    out["own_span_rate"] = 0.0 if a.run.layout.stages == 1 else _own_span_rate(a)
     out["straggler_waste"] = _straggler_waste(a)
-    if a.run.layout.stages == 1:
-        # Its GPUs wait for slower replicas, and not for other stages.
-        out |= {"fraction": 0.0, "over_ideal": 0.0, "own_span_rate": 0.0}
     return out
 
 

@@ -29,6 +29,16 @@ def test_a_stage_that_got_slower_is_named_to_the_nanosecond() -> None:
     assert found.stages[3].difference == pytest.approx(0.0, abs=1e-9)
 
 
+def test_the_bubble_fraction_is_that_of_both_reports() -> None:
+    """Of all steps together: the mean of the steps' own fractions is another number where they differ in length."""
+    before, after = report(duration=noisy({}, 1, 0.5)), report(duration=noisy({3: 1.5}, 2, 0.5))
+    found = compare(before, after).fraction
+    wanted = [r.data["bubble"]["fraction"] for r in (before, after)]
+    assert [found.before, found.after] == pytest.approx(wanted, abs=1e-12)
+    assert found.difference == pytest.approx(wanted[1] - wanted[0], abs=1e-12)
+    assert found.low < found.difference < found.high
+
+
 def test_causes_sum_to_the_change_of_idle() -> None:
     found = compare(report(duration=noisy({}, 1)), report(duration=noisy({3: 1.5}, 2)))
     total = sum(c.difference or 0.0 for c in found.causes.values())

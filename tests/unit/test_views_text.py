@@ -25,7 +25,7 @@ from bubblescope.views.figures.causes import stairs
 from bubblescope.views.html import parts, tables
 from bubblescope.views.summary import first_screen, headline, lost_hours, reasons, top_actions
 from bubblescope.views.words import CAUSES, NEGATIVE, RATIOS
-from tests.support import cases, fake_report
+from tests.support import cases, fake_report, synthetic
 from tests.support.fake_report import FakeReport, Job
 
 NOW = datetime(2026, 2, 1, 9, 30, tzinfo=UTC)
@@ -140,6 +140,19 @@ def test_waterfall_starts_at_work_and_ends_at_the_measured_step(report: FakeRepo
     assert bars[-1].length == pytest.approx(window)
     steps = [b.length for b in bars if b.cause]
     assert bars[0].length + sum(steps) == pytest.approx(window)
+
+
+def test_work_and_schedule_alone_are_told_from_the_ideal_schedule() -> None:
+    """33 ms of schedule and 0.7 ms of optimizer; the replay without an optimizer takes 33 ms."""
+    ms = 1_000_000
+    run = synthetic.make_run(synthetic.Job(optimizer=7 * ms // 10), synthetic.constant(ms, 2 * ms))
+    made = build(run)
+    assert {b.label: round(b.length, 9) for b in stairs(made) if not b.cause} == {
+        "work": 0.0247,
+        "work and schedule alone": 0.0337,
+        "measured step": 0.0337,
+    }
+    assert "Unlike work and schedule alone, the ideal schedule in the timeline (33.0 ms)" in html.render(made)
 
 
 def test_the_page_is_the_same_bytes_for_the_same_report_and_clock(report: FakeReport) -> None:

@@ -29,16 +29,16 @@ class Stair:
 
 
 def stairs(report: ReportLike) -> list[Stair]:
-    """Work, intrinsic causes, their sum (the ideal step of this schedule), the other causes, the measured step.
+    """Work, intrinsic causes, their sum, the other causes, the measured step.
 
     Means over the GPUs seen; causes that are zero or unavailable are left out (then `unexplained` holds their
-    time, and there is no ideal step). Empty where busy is unavailable.
+    time, and there is no such sum). Empty where busy is unavailable.
     """
     busy, causes = mean_gpu(report.data, "busy"), mean_causes(report.data)
     if busy is None:
         return []
     found, at = [Stair("work", "", 0.0, busy)], busy
-    for group, total in ((True, "ideal step of this schedule"), (False, "measured step")):
+    for group, total in ((True, "work and schedule alone"), (False, "measured step")):
         for cause in CAUSES:
             length = causes[cause.name] or 0.0
             if (cause.name in INTRINSIC_CAUSES) == group and abs(length) > 1e-9:
@@ -50,7 +50,7 @@ def stairs(report: ReportLike) -> list[Stair]:
 
 
 def causes_figure(report: ReportLike) -> go.Figure:
-    """Waterfall from the ideal step of this schedule to the measured step."""
+    """Waterfall from the work, over what the schedule costs, to the measured step."""
     bars = stairs(report)
     figure = empty_figure(70 + 28 * max(1, len(bars)), "ms per GPU and step")
     for bar in bars:

@@ -69,7 +69,7 @@ def page(report: ReportLike, now: datetime | None, only: Sequence[int] | None = 
             "missing": capital(unavailable(data, "fraction")),
             "steps_shown": [(b["step"], b["outlier"]) for b in drawn.content["steps"]],
             "typical": drawn.content["typical"],
-            "has_ideal": drawn.content["ideal"] is not None,
+            "ideal": fmt.seconds(drawn.content["ideal"]["seconds"]) if drawn.content["ideal"] is not None else "",
         },
         {"timeline": drawn.content, "figures": figures, "whatif": _whatif(data)},
     )
