@@ -15,7 +15,7 @@ from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.closed_form import closed_form
 from bubblescope.replay.program import Node, Program
-from bubblescope.replay.schedules import recognise
+from bubblescope.replay.schedules import canonical, recognise
 
 Int = NDArray[np.int64]
 
@@ -133,10 +133,14 @@ def pipeline_shape(a: Attribution) -> Shape:
     programs = [p for p in a.programs if steps is None or p.steps[0] in steps]
     orders = measured_orders(layout, programs[0]) if programs else {}
     schedule = layout.schedule
-    if schedule is None and orders:
+    if orders and not _is_known(schedule):
         found = recognise(orders, layout.stages, layout.chunks)
-        schedule = found.name
-        inferred["schedule"] = f"{found.how} (confidence {found.confidence:.2f})"
+        if schedule is None:
+            inferred["schedule"] = f"{found.how} (confidence {found.confidence:.2f})"
+            schedule = found.name
+        elif found.exact:
+            inferred["schedule"] = f"the run calls it '{schedule}'; {found.how}"
+            schedule = found.name
     return Shape(
         layout.stages,
         layout.chunks,
@@ -150,6 +154,15 @@ def pipeline_shape(a: Attribution) -> Shape:
         _passes(a, steps),
         steps,
     )
+
+
+def _is_known(schedule: str | None) -> bool:
+    """Whether it is the name of a schedule, or "custom"."""
+    try:
+        canonical(schedule or "")
+    except UsageError:
+        return False
+    return True
 
 
 def mixed_microbatches(a: Attribution) -> tuple[int, Int, Notice] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,32 @@ def test_what_the_user_says_as_the_input_shows_it_overrules_nothing() -> None:
     assert not [w for w in data["source"]["warnings"] if w["code"] == "overruled"]
 
 
+def called(name: str, run: Run) -> Report:
+    return build(replace(run, layout=replace(run.layout, schedule=name)), ReportOptions())
+
+
+def test_a_schedule_of_ones_own_name_in_a_known_order_is_that_schedule() -> None:
+    run = make_run(Job(optimizer=MS), constant(20 * MS, 40 * MS))
+    report, same = called("OurSchedule", run), build(run, ReportOptions())
+    pipeline = report.data["pipeline"]
+    assert pipeline["schedule"] == "1F1B"
+    assert pipeline["inferred"]["schedule"].startswith(
+        "the run calls it 'OurSchedule'; the order of 4 of 4 GPUs equals"
+    )
+    assert advice(report, "microbatches", microbatches=32) == advice(same, "microbatches", microbatches=32)
+    assert report.data["advice"] == same.data["advice"]
+
+
+def test_a_schedule_of_ones_own_name_in_an_order_of_its_own_keeps_its_name() -> None:
+    run = make_run(Job("GPipe"), constant(20 * MS, 40 * MS))
+    spans = run.spans
+    swapped = np.where(spans.kind == Kind.FORWARD, 7 - spans.microbatch, spans.microbatch)
+    report = called("OurSchedule", replace(run, spans=spans.with_columns(microbatch=swapped)))
+    assert report.data["pipeline"]["schedule"] == "OurSchedule"
+
+
 def accumulated(passes: int) -> Run:
     """A recording whose optimizer step makes several passes of 4 micro-batches through the pipeline."""
-    from dataclasses import replace
-
     run = make_run(Job(microbatches=4 * passes, optimizer=MS), constant(20 * MS, 40 * MS))
     s = run.spans
     marks = [(r, k) for r in run.ranks for k in np.unique(s.step[s.step >= 0]) for _ in range(passes)]
