@@ -179,8 +179,11 @@ def _barrier_notices(programs: list[Program]) -> list[Notice]:
         steps += len(p.steps)
     if not count:
         return []
-    text = f"{count / steps:.1f} barriers per step were inferred: GPUs launched a collective together, just after "
-    return [Notice("barrier-inferred", text + "the last was ready; their wait is booked on what that one was doing")]
+    text = (
+        f"{count / steps:.1f} barriers per step were inferred: GPUs launched a collective, or all of them their "
+        "optimizer, just after the last was ready; their wait is booked on what that one was doing"
+    )
+    return [Notice("barrier-inferred", text)]
 
 
 LATE_NS = 1_000_000

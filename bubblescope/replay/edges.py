@@ -289,20 +289,33 @@ BARRIER_SPREAD = 0.02
 
 
 def barrier_edges(
-    edges: EdgeTable, windows: Windows, window: Int, type_: Int, start: Int, end: Int, first_node: int
+    edges: EdgeTable,
+    windows: Windows,
+    window: Int,
+    type_: Int,
+    optimizer: NDArray[np.bool_],
+    start: Int,
+    end: Int,
+    first_node: int,
 ) -> Int:
-    """Collectives that several GPUs launched together, just after the last of them was ready: a barrier that was not
-    recorded (Megatron's timers set one before the gradients). Taken as fixed host delays, these waits would stay
-    when the late GPU is mended. Adds one GROUP node per barrier, returns the step of each.
+    """Collectives that several GPUs launched together, or optimizers that all did, just after the last of them was
+    ready: a barrier that was not recorded (Megatron's timers set one before the gradients, a norm of all gradients
+    is one). Taken as fixed host delays, these waits would stay when the late GPU is mended. optimizer: shape of
+    window, which nodes are. Adds one GROUP node per barrier, returns the step of each.
 
     Example: three GPUs are ready at 10, 40 and 90 ms and all launch at 91 ms: a barrier with 1 ms of host delay.
     """
     steps: list[int] = []
     src, dst, delay, data = edges.take(Edge.CHAIN)
     rank = windows.rank[window[dst]]
-    rows = np.flatnonzero(type_[dst] == Node.ARRIVE)
+    rows = np.flatnonzero((type_[dst] == Node.ARRIVE) | optimizer[dst])
     for step, picked in intervals.rows_by(windows.step[window[dst[rows]]]):
-        for members in _together(rows[picked], rank, start[dst], end[src], delay):
+        launched = rows[picked]
+        groups = list(_together(launched[~optimizer[dst[launched]]], rank, start[dst], end[src], delay))
+        last = launched[optimizer[dst[launched]]]
+        all_ranks = len(np.unique(rank[last]))
+        groups += [g for g in _together(last, rank, start[dst], end[src], delay) if len(g) == all_ranks]
+        for members in groups:
             group = np.full(len(members), first_node + len(steps))
             steps.append(step)
             ready = int(end[src[members]].max())

@@ -222,7 +222,9 @@ def _connect(
     duration += residual
     message_edges(edges, msg, transfer, duration, start, end)
     group_step = group_edges(edges, windows, collectives, arrive, done, row_window, start, end, len(window))
-    barrier_step = barrier_edges(edges, windows, window, type_, start, end, len(window) + len(group_step))
+    optimizer = (operation >= 0) & (lookup.operations.kind[operation] == Kind.OPTIMIZER)
+    first_barrier = len(window) + len(group_step)
+    barrier_step = barrier_edges(edges, windows, window, type_, optimizer, start, end, first_barrier)
     group_step = np.concatenate([group_step, barrier_step])
     n_groups = len(group_step)
     step = np.concatenate([windows.step[window], group_step])

@@ -176,6 +176,33 @@ def test_in_a_collective_the_member_that_comes_last_is_waited_for() -> None:
     assert waited(run, 0, "optimizer") == [((-1, ""), [0, 0, 0, 50, 0])]
 
 
+def test_optimizers_that_all_begin_as_the_last_gpu_is_ready_wait_for_it_and_not_for_their_hosts() -> None:
+    """A norm of all gradients that was not recorded: what GPUs wait before their optimizer is the schedule's."""
+    ms = 1_000_000
+    run = make_run(Job(sync=0, optimizer=ms), constant(ms, 2 * ms))
+    kept = run.spans.kind != Kind.COLLECTIVE
+    row = np.cumsum(kept) - 1
+    links = replace(
+        run.links, p2p=row[run.links.p2p], p2p_wait=np.where(run.links.p2p_wait < 0, -1, row[run.links.p2p_wait])
+    )
+    run = replace(run, spans=run.spans.take(kept), links=links)
+    assert waited(run, 3, "optimizer") == [((0, "B7"), [6 * ms, 0, 0, 0, 0])]
+    gaps = build(run, ReportOptions()).gaps
+    before = gaps[gaps["before"] == "optimizer"]
+    assert before["cooldown"].sum() == pytest.approx(2 * (6 + 4 + 2) * 1e-3)
+    assert not gaps["host_launch"].any()
+
+
+def test_optimizers_of_some_gpus_that_begin_together_are_no_barrier() -> None:
+    ms = 1_000_000
+    run = make_run(Job(optimizer=ms), constant(ms, 2 * ms))
+    late = (run.spans.kind == Kind.OPTIMIZER) & (run.spans.rank == 3)
+    run = replace(
+        run, spans=run.spans.with_columns(**{n: getattr(run.spans, n) + 4 * ms * late for n in ("start_ns", "end_ns")})
+    )
+    assert waited(run, 3, "optimizer") == [((-1, ""), [0, 0, 0, 0, 4 * ms])]
+
+
 def test_a_host_that_is_late_in_a_collective_is_another_host_to_all_but_its_own_gpu() -> None:
     run = make_run(Job(sync=750, optimizer=500), constant(F, B))
     late = (run.spans.kind == Kind.COLLECTIVE) & (run.spans.rank == 0)
