@@ -1,13 +1,13 @@
 """What another order, partition or number of micro-batches would take: re-generated and replayed (§7).
 
-The model of a run: base times per virtual stage, how far each measured operation was from them, one transfer time
-per direction, what the host takes around each operation, and `fixed`: what the measured step takes beyond the replay
-of its own order with these (optimizer, data, reductions). A change is predicted as the replay of the new order plus
-`fixed`, never as a ratio of closed forms.
+The model of a run: base times per virtual stage, how far each measured operation was from them, what the host took
+before it and its message's transfer, and `fixed`: what the measured step takes beyond the replay of its own order with
+these (optimizer, reductions, what comes before the first operation). A change is predicted as the replay of the new
+order plus `fixed`, never as a ratio of closed forms.
 
-Slow GPUs, uneven micro-batches and single long operations belong to the operations, so they come again in the new
-order, as often as it has operations: it is replayed for every replica, with the measured micro-batches, one after
-the other, and a step ends when its slowest replica does.
+Slow GPUs, uneven micro-batches, single long operations, pauses of the host and transfers belong to the operations, so
+they come again in the new order, as often as it has operations: it is replayed for every replica, with the measured
+micro-batches, one after the other, and a step ends when its slowest replica does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra.intervals import rows_by
 from bubblescope.errors import ScheduleError
 from bubblescope.model import Action, Kind, Layout
 from bubblescope.model.units import NS
@@ -34,13 +35,29 @@ DEFERRING = ("torch", "torchtitan")
 
 
 @dataclass(frozen=True, eq=False)
+class Seen:
+    """The measured micro-batches, step by step. Shape (…, replicas, p·v, steps·m). relative: (3, …), what F, I and W
+    took over what their stage usually takes. host: (3, …), seconds of the host before them, beyond `overhead`.
+    transfer: (2, …), seconds of the activation and the gradient that came in."""
+
+    relative: Float
+    host: Float
+    transfer: Float
+
+    def on(self, stages: Sequence[Sequence[int]]) -> Seen:
+        """For other stages, each of which takes the mean of so many of the measured ones."""
+        parts = (np.stack([x[:, :, list(s)].mean(axis=2) for s in stages], axis=2) for x in
+                 (self.relative, self.host, self.transfer))  # fmt: skip
+        return Seen(*parts)
+
+
+@dataclass(frozen=True, eq=False)
 class PipelineModel:
     """Seconds. forward, input_grad, weight_grad: shape (p·v,), per virtual stage and micro-batch; the loss counts as
-    forward of the stage that computes it. split_known: I and W were measured, not halves of B. act, grad: transfer
-    of one message. overhead: of the host around each operation (launching, posting messages), whatever its length.
+    forward of the stage that computes it. split_known: I and W were measured, not halves of B. overhead: of the host
+    around each operation (launching, posting messages), whatever its length.
     first_defers: the first stage does nothing for I and the whole backward for W, as torch does. fixed: per step.
-    measured: the step as it was. relative: shape (3, replicas, p·v as measured, steps·m), of F, I and W of each
-    measured micro-batch, step by step: what it took over what its stage usually takes."""
+    measured: the step as it was. seen: the measured micro-batches."""
 
     stages: int
     chunks: int
@@ -51,13 +68,11 @@ class PipelineModel:
     input_grad: Float
     weight_grad: Float
     split_known: bool
-    act: float
-    grad: float
     overhead: float
     first_defers: bool
     fixed: float
     measured: float
-    relative: Float
+    seen: Seen
 
     @property
     def virtual_stages(self) -> int:
@@ -79,12 +94,12 @@ def calibrate(
     if n == 0 or not programs:
         return None
     forward, input_grad, weight_grad, known = _stage_times(bases, n)
-    act, grad = _transfer(programs, grad=False), _transfer(programs, grad=True)
+    overhead = _overhead(programs)
     microbatches = max(a.microbatch for order in orders.values() for a in order) + 1
     model = PipelineModel(
         len(orders), max(n // max(len(orders), 1), 1), microbatches, orders, {},
-        forward, input_grad, weight_grad, known, act, grad, _overhead(programs), layout.framework in DEFERRING,
-        0.0, measured, _relative(programs, layout, np.stack([forward, input_grad, weight_grad]), microbatches),
+        forward, input_grad, weight_grad, known, overhead, layout.framework in DEFERRING, 0.0, measured,
+        _seen(programs, layout, np.stack([forward, input_grad, weight_grad]), overhead, microbatches),
     )  # fmt: skip
     try:
         own = makespan(model, orders)
@@ -123,39 +138,83 @@ _PARTS = {
 """Which of F, I and W an operation does."""
 
 
-def _relative(programs: Sequence[Program], layout: Layout, base: Float, microbatches: int) -> Float:
-    """See `PipelineModel.relative`; 1 for what was not seen. base: F, I and W, shape (3, p·v).
+def _seen(programs: Sequence[Program], layout: Layout, base: Float, overhead: float, microbatches: int) -> Seen:
+    """See `Seen`. What was not seen is as usual. base: F, I and W, shape (3, p·v).
 
     Worked example: a stage usually takes F = 10 and B = 20; micro-batch 3 took 15 and 20 there: 1.5 for F, 1 for I
     and W, of which nobody knows more than their sum.
     """
     n, steps = base.shape[1], np.concatenate([p.steps for p in programs])
     replicas, replica = np.unique(layout.replica, return_inverse=True)
-    took = np.zeros((3, len(replicas), n, microbatches, len(steps)))
-    place = np.argsort(np.argsort(steps))
+    shape = (len(replicas), n, microbatches, len(steps))
+    took, host, transfer = np.zeros((3, *shape)), np.zeros((3, *shape)), np.full((2, *shape), np.nan)
+    order = np.argsort(np.argsort(steps))
     done = 0
     for p in programs:
-        column = place[done : done + len(p.steps)]
+        column = order[done : done + len(p.steps)]
         done += len(p.steps)
+
+        def cell(rows: Int, p: Program = p, column: Int = column) -> tuple[Int, ...]:
+            of = replica[np.searchsorted(layout.ranks, p.rank[rows])]
+            return (of[:, None], p.stage[rows][:, None], p.microbatch[rows][:, None], column)
+
+        before = _host_before(p)
         for kind, parts in _PARTS.items():
             rows = np.flatnonzero((p.node == Node.OP) & (p.kind == kind) & (p.microbatch >= 0))
             stage, whole = p.stage[rows], base[list(parts)].sum(axis=0)
-            cell = (replica[np.searchsorted(layout.ranks, p.rank[rows])], stage, p.microbatch[rows])
+            host[parts[0]][cell(rows)] += before[rows] * NS - (0.0 if kind == Kind.LOSS else overhead)
             for part in parts:
                 share = np.divide(base[part], whole, out=np.zeros(n), where=whole > 0)
-                took[part][(*(c[:, None] for c in cell), column)] += p.duration[rows] * NS * share[stage][:, None]
+                took[part][cell(rows)] += p.duration[rows] * NS * share[stage][:, None]
+        known = p.messages.consumer >= 0
+        for grad in (False, True):
+            mine = known & (p.messages.is_grad == grad)
+            seconds = np.where(p.messages.exact[mine], p.messages.transfer[mine] * NS, np.nan)
+            transfer[int(grad)][cell(p.messages.consumer[mine])] = seconds
     usual = np.broadcast_to(base[:, None, :, None, None], took.shape)
-    seen = (usual > 0) & (took > 0)
-    relative = np.divide(took, usual, out=np.ones_like(took), where=seen)
-    return relative.swapaxes(3, 4).reshape(3, len(replicas), n, -1)
+    relative = np.divide(took, usual, out=np.ones_like(took), where=(usual > 0) & (took > 0))
+    flat = (x.swapaxes(3, 4).reshape(len(x), len(replicas), n, -1) for x in (relative, host, _completed(transfer)))
+    return Seen(*flat)
 
 
-def _transfer(programs: Sequence[Program], *, grad: bool) -> float:
-    """Median seconds of the transfers that were seen, 0 when none was."""
-    seen = [p.messages.transfer[p.messages.is_grad == grad][p.messages.exact[p.messages.is_grad == grad]]
-            for p in programs]  # fmt: skip
-    values = np.concatenate([s.reshape(-1) for s in seen]) if seen else np.empty(0)
-    return float(np.median(values)) * NS if len(values) else 0.0
+def _host_before(p: Program) -> Float:
+    """Shape (nodes, K), ns that the host took before each operation of a micro-batch: gaps before it and its messages,
+    posting, and what waits took beyond their messages. What comes before the first one in a step is left out; what
+    follows the last one is its own."""
+    op, message, led = _host_parts(p)
+    out = np.zeros(p.duration.shape)
+    spent = np.where(message[:, None], p.duration, 0.0)
+    np.add.at(spent, p.dst[led], p.delay[led])
+    hosted, start = spent.any(axis=1), p.start[:, 0]
+    for _, nodes in rows_by(p.rank):
+        mine = nodes[op[nodes]]
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        nodes = nodes[hosted[nodes]] if len(mine) else mine
+        following = np.minimum(np.searchsorted(start[mine], start[nodes], "left"), len(mine) - 1)
+        np.add.at(out, mine[following], spent[nodes])
+    return out
+
+
+def _host_parts(p: Program) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Of each node whether it is an operation of a micro-batch, and whether it is of a message; of each edge whether it
+    leads to one of these, but for the first of a step."""
+    op = (p.node == Node.OP) & (p.microbatch >= 0)
+    message = np.isin(p.node, (Node.POST, Node.WAIT))
+    led = (p.edge == Edge.CHAIN) & (op | message)[p.dst] & (p.node[p.src] != Node.BEGIN)
+    return op, message, led
+
+
+def _completed(transfer: Float) -> Float:
+    """Where a transfer was not seen, one that was seen into the same stage stands in, else one of any stage: all of
+    them in turn, so that they stay as uneven as they are."""
+    for way in transfer:
+        seen = way[np.isfinite(way)]
+        for stage in range(way.shape[1]):
+            mine = way[:, stage]
+            missing = ~np.isfinite(mine)
+            known = mine[~missing] if not missing.all() else seen
+            mine[missing] = np.resize(known, int(missing.sum())) if len(known) else 0.0
+    return transfer
 
 
 def _overhead(programs: Sequence[Program]) -> float:
@@ -163,13 +222,10 @@ def _overhead(programs: Sequence[Program]) -> float:
     beyond their messages; of each the median over the steps, so that a hiccup is none of it."""
     spent = count = 0.0
     for p in programs:
-        op = (p.node == Node.OP) & (p.microbatch >= 0)
-        message = np.isin(p.node, (Node.POST, Node.WAIT))
-        led = (p.edge == Edge.CHAIN) & (op | message)[p.dst] & (p.node[p.src] != Node.BEGIN)
-        host = p.delay[led] - p.data[led]
-        typical = np.median(host, axis=1).sum() + np.median(p.duration[message], axis=1).sum()
+        op, message, led = _host_parts(p)
+        typical = np.median(p.delay[led], axis=1).sum() + np.median(p.duration[message], axis=1).sum()
         spent += float(typical) * len(p.steps)
-        count += int((op & (p.kind != Kind.LOSS)).sum()) * len(p.steps)
+        count += int((p.kind[op] != Kind.LOSS).sum()) * len(p.steps)
     return spent / count * NS if count else 0.0
 
 
@@ -181,13 +237,20 @@ def makespan(
     """Seconds from the first operation of the orders to the end of the slowest replica, mean over the steps that the
     measured micro-batches make. Raises ScheduleError."""
     dag = build_dag(dict(orders), overlapped)
-    work, relative, drawn = _work(model, dag), _placed(model, dag), _drawn(model, dag)
-    comm = np.where(_feeds_forward(dag), model.act, model.grad)[:, None]
+    seen, drawn, received = _placed(model, dag), _drawn(model, dag), _received(dag)
+    parts = _parts(dag)
+    work = _work(model, dag, parts)
+    # Pauses come with the work: operations of half the size hold half of them.
+    pauses = parts * model.seen.host.shape[2] / model.virtual_stages
+    ways = np.where(dag.kind == Kind.FORWARD, 0, 1)
     ends = []
-    for columns in np.array_split(drawn, max(drawn.size * relative.shape[1] // MOST_AT_ONCE, 1), axis=1):
-        for_replicas = relative[:, :, dag.stage[:, None], columns]
-        duration = np.einsum("po,pdoc->odc", work, for_replicas) + model.overhead
-        end = engine.run(dag, duration.reshape(len(work[0]), -1), comm)[1].max(axis=0)
+    for columns in np.array_split(drawn, max(drawn.size * seen.host.shape[1] // MOST_AT_ONCE, 1), axis=1):
+        at = (slice(None), slice(None), dag.stage[:, None], columns)
+        duration = np.einsum("po,pdoc->odc", work, seen.relative[at]) + model.overhead
+        duration += np.einsum("po,pdoc->odc", pauses, seen.host[at])
+        transfer = seen.transfer[ways[:, None], :, dag.stage[:, None], columns].swapaxes(1, 2)[received]
+        flat = (x.reshape(len(x), -1) for x in (duration, transfer))
+        end = engine.run(dag, *flat)[1].max(axis=0)
         ends.append(end.reshape(duration.shape[1:]).max(axis=0))
     return float(np.concatenate(ends).mean())
 
@@ -196,26 +259,32 @@ MOST_AT_ONCE = 1_000_000
 """Durations that are replayed together: more would not be faster, and take memory."""
 
 
-def _work(model: PipelineModel, dag: Dag) -> Float:
-    """Shape (3, ops): seconds of F, I and W that each operation does, when nothing is special about it."""
+def _parts(dag: Dag) -> Float:
+    """Shape (3, ops): 1 where an operation does F, I, W, else 0."""
     parts = np.zeros((3, len(dag.actions)))
     for op, action in enumerate(dag.actions):
         parts[list(_PARTS[action.kind]), op] = 1.0
+    return parts
+
+
+def _work(model: PipelineModel, dag: Dag, parts: Float) -> Float:
+    """Shape (3, ops): seconds of F, I and W that each operation does, when nothing is special about it."""
+    does = parts.copy()
     if model.first_defers:
         first = dag.stage == 0
-        parts[1, first & (dag.kind == Kind.BACKWARD_INPUT)] = 0.0
-        parts[1, first & (dag.kind == Kind.BACKWARD_WEIGHT)] = 1.0
-    return parts * np.stack([model.forward, model.input_grad, model.weight_grad])[:, dag.stage]
+        does[1, first & (dag.kind == Kind.BACKWARD_INPUT)] = 0.0
+        does[1, first & (dag.kind == Kind.BACKWARD_WEIGHT)] = 1.0
+    return does * np.stack([model.forward, model.input_grad, model.weight_grad])[:, dag.stage]
 
 
-def _placed(model: PipelineModel, dag: Dag) -> Float:
-    """`relative` for the stages of `dag`: a GPU that was slow, or had a long micro-batch, is and has so in any order.
-    Where stages are on other GPUs than measured, each takes the mean of what was measured on its own."""
+def _placed(model: PipelineModel, dag: Dag) -> Seen:
+    """What was seen, for the stages of `dag`: a GPU that was slow, or had a long micro-batch, is and has so in any
+    order. Where stages are on other GPUs than measured, each takes the mean of what was measured on its own."""
     now, then = stage_ranks(dict(model.orders)), dict(zip(dag.stage.tolist(), dag.rank.tolist(), strict=True))
     if now == then:
-        return model.relative
+        return model.seen
     mine = {gpu: [stage for stage, rank in now.items() if rank == gpu] for gpu in set(now.values())}
-    return np.stack([model.relative[:, :, mine[then[stage]]].mean(axis=2) for stage in range(len(then))], axis=2)
+    return model.seen.on([mine[then[stage]] for stage in range(len(then))])
 
 
 def _drawn(model: PipelineModel, dag: Dag) -> Int:
@@ -227,17 +296,19 @@ def _drawn(model: PipelineModel, dag: Dag) -> Int:
     """
     microbatch = np.array([a.microbatch for a in dag.actions])
     count = int(microbatch.max()) + 1
-    seen = model.relative.shape[-1]
+    seen = model.seen.host.shape[-1]
     steps = max(seen // model.microbatches, -(-seen // count))
     drawn: Int = (np.arange(steps) * count + microbatch[:, None]) % seen
     return drawn
 
 
-def _feeds_forward(dag: Dag) -> NDArray[np.bool_]:
-    """Of each edge: whether it leads to a forward."""
-    forward = np.zeros(dag.graph.n_nodes, dtype=np.bool_)
-    forward[dag.node[dag.kind == Kind.FORWARD]] = True
-    result: NDArray[np.bool_] = forward[dag.graph.dst]
+def _received(dag: Dag) -> Int:
+    """Of each edge: the operation that it leads to; of an overlapped pair its forward."""
+    op = np.empty(dag.graph.n_nodes, dtype=np.int64)
+    op[dag.node] = np.arange(len(dag.node))
+    forward = np.flatnonzero(dag.kind == Kind.FORWARD)
+    op[dag.node[forward]] = forward
+    result: Int = op[dag.graph.dst]
     return result
 
 

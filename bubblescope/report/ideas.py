@@ -285,8 +285,10 @@ def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
             (
                 f"the global batch {'grows' if wanted > now else 'shrinks'} from {now} to {wanted} {batches}; "
                 f"the saving is per {counted(now, 'micro-batch', 'micro-batches')}",
-                "more or fewer micro-batches vary in length as the measured ones do, and slow GPUs stay slow",
-                "what is outside the pipeline (optimizer, host, data) costs the same per step",
+                "other numbers of micro-batches, transfers and pauses of the host vary in length as the measured ones, "
+                "and slow GPUs stay slow",
+                "what is outside the pipeline (optimizer, reductions, all before the first forward) costs the same per "
+                "step",
             ),
             memory_note(b.model, schedule),
         )

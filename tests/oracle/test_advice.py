@@ -24,7 +24,8 @@ def report_of(job: Job, scale: dict[int, float], **options: Any) -> Report:
 
 
 def advice(report: Report, kind: str, **detail: object) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = report.data["advice"]
+    """The first such action that stands alone."""
+    rows: list[dict[str, Any]] = [r for r in report.data["advice"] if "rebalanced" not in r["detail"]]
     return next(r for r in rows if r["kind"] == kind and detail.items() <= r["detail"].items())
 
 

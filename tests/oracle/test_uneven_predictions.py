@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from bubblescope.model import Action, Kind
+from bubblescope.model import Action, Kind, Lane, Run
+from bubblescope.replay import whatif
 from bubblescope.replay.schedules import make
 from bubblescope.report.advice import Wanted, explore
+from bubblescope.report.build import build
 from bubblescope.report.tables import step_seconds
 from tests.support.cases import MS, report
-from tests.support.synthetic import Duration, Job, constant
+from tests.support.synthetic import Duration, Job, constant, make_run
 
 MICROBATCHES = 8
 ALL = 320
@@ -84,6 +87,38 @@ def test_another_schedule_takes_what_a_run_with_it_takes(
     found = explore(report(before, duration(before, factor())), Wanted(schedules=(schedule,)))
     truth = step_seconds(report(after, duration(after, factor())).attribution)[1].mean()
     assert found["changes"][0]["step_seconds"] == pytest.approx(truth, rel=3e-3)
+
+
+def test_pauses_of_the_host_come_with_the_micro_batches() -> None:
+    """Here the host of the first GPU takes 5 ms before each forward but the first of a step."""
+
+    def shown_late(microbatches: int) -> Run:
+        job = job_of(microbatches)
+        usual = constant(10 * MS, 20 * MS)
+
+        def longer(step: int, replica: int, gpu: int, action: Action) -> int:
+            late = gpu == 0 and action.kind == Kind.FORWARD and action.microbatch > 0
+            return usual(step, replica, gpu, action) + (5 * MS if late else 0)
+
+        run = make_run(job, longer)
+        s = run.spans
+        late = (s.rank == 0) & (s.kind == Kind.FORWARD) & (s.lane == Lane.COMPUTE) & (s.microbatch > 0)
+        return replace(run, spans=s.with_columns(start_ns=s.start_ns + np.where(late, 5 * MS, 0)))
+
+    found = explore(build(shown_late(8)), Wanted(microbatches=(16, 32)))
+    for change in found["changes"]:
+        truth = step_seconds(build(shown_late(change["detail"]["microbatches"])).attribution)[1].mean()
+        assert change["step_seconds"] == pytest.approx(truth, rel=0.015)
+
+
+def test_a_transfer_that_was_not_seen_is_one_that_was() -> None:
+    """Into stage 1 of one replica: 2 and 4 were seen, the others may be either. Into stage 0 none came."""
+    transfer = np.full((2, 1, 2, 4, 1), np.nan)
+    transfer[0, 0, 1, [0, 2], 0] = [2.0, 4.0]
+    done = whatif._completed(transfer)
+    assert done[0, 0, 1, :, 0].tolist() == [2.0, 2.0, 4.0, 4.0]
+    assert sorted(set(done[0, 0, 0, :, 0].tolist())) == [2.0, 4.0]
+    assert (done[1] == 0).all()
 
 
 def test_no_prediction_is_below_what_the_slow_gpu_computes() -> None:
