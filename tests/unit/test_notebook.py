@@ -93,7 +93,7 @@ def test_the_example_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkey
     figures = [data for data in shown if "application/vnd.plotly.v1+json" in data]
     assert len(figures) == 3
     assert any("lost to pipeline bubbles" in data.get("text/html", "") for data in shown)
-    assert any("shorter" in data.get("text/plain", "") for data in shown)
+    assert any("less time" in data.get("text/plain", "") for data in shown)
     assert (folder / "post_mortem.html").stat().st_size > 1_000_000
 
 
