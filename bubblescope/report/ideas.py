@@ -23,6 +23,8 @@ from bubblescope.report.facts import Shape
 
 WORTH_SAYING = 0.01
 """Share of the step below which two predictions count as one."""
+UNEVEN = 1.005
+"""A stage that takes less than so many times the mean of the others takes as long as they do: "1.00×"."""
 EVEN = "work can be split evenly over the stages"
 ONE_REPLICA = "stage {} is slow because of its layers, not its GPU: with one replica the two look the same"
 
@@ -162,7 +164,7 @@ def rebalance(b: Basis) -> Iterator[Idea]:
         b.found.append(Refusal("Move layers between stages", str(error)))
         return
     if cut is None:
-        if saved > 0:
+        if saved > 0 and ratio >= UNEVEN:
             yield Idea(
                 f"Move layers off stage {slow}: it takes {ratio:.2f}× the mean of the other stages",
                 "partition",

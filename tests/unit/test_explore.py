@@ -37,6 +37,13 @@ def test_the_best_whole_cut_is_advised_with_its_step_time() -> None:
     assert any("its layers, not its GPU" in a for a in change["assumptions"])
 
 
+def test_nothing_is_moved_between_stages_that_take_equally_long() -> None:
+    """A ten-thousandth is no reason to move layers: nobody is told of a stage that takes 1.00 times the others."""
+    found = explore(report(duration=constant(10 * MS, 20 * MS, {0: 1.0001})), Wanted(rebalance=True))
+    assert found["changes"] == []
+    assert found["refused"] == [{"action": "Move layers between stages", "why": "the stages take equally long already"}]
+
+
 def test_without_layer_times_only_the_bound_is_given_and_what_is_needed_is_said() -> None:
     (change,) = explore(report(), Wanted(rebalance=True))["changes"]
     assert change["detail"]["bound"] == "continuous"
