@@ -170,7 +170,7 @@ def _seen(programs: Sequence[Program], layout: Layout, base: Float, overhead: fl
         for grad in (False, True):
             mine = known & (p.messages.is_grad == grad)
             seconds = np.where(p.messages.exact[mine], p.messages.transfer[mine] * NS, np.nan)
-            transfer[int(grad)][cell(p.messages.consumer[mine])] = seconds
+            np.fmax.at(transfer[int(grad)], cell(p.messages.consumer[mine]), seconds)
     usual = np.broadcast_to(base[:, None, :, None, None], took.shape)
     relative = np.divide(took, usual, out=np.ones_like(took), where=(usual > 0) & (took > 0))
     flat = (x.swapaxes(3, 4).reshape(len(x), len(replicas), n, -1) for x in (relative, host, _completed(transfer)))
@@ -185,7 +185,7 @@ def _host_before(p: Program) -> Float:
     out = np.zeros(p.duration.shape)
     spent = np.where(message[:, None], p.duration, 0.0)
     np.add.at(spent, p.dst[led], p.delay[led])
-    hosted, start = spent.any(axis=1), p.start[:, 0]
+    hosted, start = np.abs(spent).sum(axis=1) > 0, p.start[:, 0]
     for _, nodes in rows_by(p.rank):
         mine = nodes[op[nodes]]
         mine = mine[np.argsort(start[mine], kind="stable")]
@@ -244,10 +244,11 @@ def makespan(
     pauses = parts * model.seen.host.shape[2] / model.virtual_stages
     ways = np.where(dag.kind == Kind.FORWARD, 0, 1)
     ends = []
-    for columns in np.array_split(drawn, max(drawn.size * seen.host.shape[1] // MOST_AT_ONCE, 1), axis=1):
+    blocks = min(drawn.size * seen.host.shape[1] // MOST_AT_ONCE + 1, drawn.shape[1])
+    for columns in np.array_split(drawn, blocks, axis=1):
         at = (slice(None), slice(None), dag.stage[:, None], columns)
-        duration = np.einsum("po,pdoc->odc", work, seen.relative[at]) + model.overhead
-        duration += np.einsum("po,pdoc->odc", pauses, seen.host[at])
+        host = np.maximum(np.einsum("po,pdoc->odc", pauses, seen.host[at]) + model.overhead, 0.0)
+        duration = np.einsum("po,pdoc->odc", work, seen.relative[at]) + host
         transfer = seen.transfer[ways[:, None], :, dag.stage[:, None], columns].swapaxes(1, 2)[received]
         flat = (x.reshape(len(x), -1) for x in (duration, transfer))
         end = engine.run(dag, *flat)[1].max(axis=0)
