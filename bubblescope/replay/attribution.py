@@ -151,7 +151,8 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
         return [], "no pipeline was found: no stages, and no message of which both ends were seen"
     if not run.clock.aligned:
         return [], "the clocks of the ranks are not aligned"
-    whole = _whole_steps(run, windows)
+    # A step may hold nothing but what was left of damaged rows.
+    whole = np.intersect1d(_whole_steps(run, windows), windows.step[operations.window[is_pipeline(operations.kind)]])
     if not len(whole):
         return [], "no step is there for every rank of a pipeline"
     unclear = is_pipeline(operations.kind) & ((operations.microbatch < 0) | (operations.stage < 0))

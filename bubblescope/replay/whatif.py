@@ -250,7 +250,8 @@ def makespan(
         host = np.maximum(np.einsum("po,pdoc->odc", pauses, seen.host[at]) + model.overhead, 0.0)
         duration = np.einsum("po,pdoc->odc", work, seen.relative[at]) + host
         transfer = seen.transfer[ways[:, None], :, dag.stage[:, None], columns].swapaxes(1, 2)[received]
-        flat = (x.reshape(len(x), -1) for x in (duration, transfer))
+        lots = duration.shape[1] * duration.shape[2]
+        flat = (x.reshape(len(x), lots) for x in (duration, transfer))  # of one operation there is no edge
         end = engine.run(dag, *flat)[1].max(axis=0)
         ends.append(end.reshape(duration.shape[1:]).max(axis=0))
     return float(np.concatenate(ends).mean())
