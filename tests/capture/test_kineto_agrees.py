@@ -23,7 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]
     """schedule -> (recording, profiler trace)."""
     folder = tmp_path_factory.mktemp("twice")
     runs = [
-        SleepRun(name, P, M, 0.010, 0.020, steps=6, out=folder / name / "rec", profiler=folder / name / "prof")
+        SleepRun(name, P, M, 0.020, 0.040, steps=5, out=folder / name / "rec", profiler=folder / name / "prof")
         for name in SCHEDULES
     ]
     run_pipelines(runs)
