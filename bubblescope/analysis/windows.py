@@ -105,7 +105,7 @@ def find_windows(run: Run) -> Windows:
         return _empty()
     edges = _drop_unfinished(edges)
     clock = run.clock_part(edges.rank)
-    evaluated, leaves = _evaluations(run, edges, clock)
+    evaluated, leaves = _evaluations(run, edges)
     skipped, all_warm = _skipped(run, np.unique(edges.step), np.unique(edges.step[evaluated != _NEVER]))
     starts, ends, closes, bases, first = _place(edges, clock, evaluated, leaves)
     left_out = [run.source.details.get("step_before", -1), *(s.index for s in skipped)]
@@ -193,9 +193,9 @@ def _drop_unfinished(e: _Edges) -> _Edges:
     )
 
 
-def _evaluations(run: Run, e: _Edges, clock: Int) -> tuple[Int, Int]:
-    """Per row: when the evaluation before that step ended, on the last GPU of its clock (`_NEVER` where none was), and
-    when this GPU began the one after it (`_OPEN`)."""
+def _evaluations(run: Run, e: _Edges) -> tuple[Int, Int]:
+    """Per row: when this GPU ended the evaluation before that step (`_NEVER` where none was), and when it began the one
+    after it (`_OPEN`)."""
     ended, leaves = np.full(len(e.rank), _NEVER), np.full(len(e.rank), _OPEN)
     if EVALUATION not in run.names.texts:
         return ended, leaves
@@ -209,10 +209,7 @@ def _evaluations(run: Run, e: _Edges, clock: Int) -> tuple[Int, Int]:
         before, after = between & (place < len(rows)), between & (place > 0)
         np.maximum.at(ended, rows[place[before]], s.end_ns[mine[before]])
         np.minimum.at(leaves, rows[place[after] - 1], s.start_ns[mine[after]])
-    where = np.unique(np.stack([clock, e.step], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
-    last = np.full(len(e.rank), _NEVER)
-    np.maximum.at(last, where, ended)
-    return last[where], leaves
+    return ended, leaves
 
 
 def _skipped(run: Run, steps: Int, evaluated: Int) -> tuple[tuple[Skipped, ...], tuple[Notice, ...]]:
@@ -242,8 +239,7 @@ def _skipped(run: Run, steps: Int, evaluated: Int) -> tuple[tuple[Skipped, ...],
 
 def _place(e: _Edges, clock: Int, evaluated: Int, leaves: Int) -> tuple[Int, Int, Int, Int, NDArray[np.bool_]]:
     """start, end, T_k, base and "first" per row; rows are sorted by rank, then step. clock: number per row; rows of
-    one number share their edges. evaluated, leaves: see
-    `_evaluations`."""
+    one number share their edges. evaluated, leaves: see `_evaluations`."""
     n = len(e.rank)
     follows = np.zeros(n, dtype=np.bool_)
     if n:
@@ -265,8 +261,10 @@ def _place(e: _Edges, clock: Int, evaluated: Int, leaves: Int) -> tuple[Int, Int
     base_of = begin_of.copy()
     adjacent = np.flatnonzero((np.diff(together, axis=0) == [0, 1]).all(axis=1))
     base_of[adjacent + 1] = close_of[adjacent]
-    start = np.maximum(start, np.minimum(evaluated, e.busy_from_ns))
-    return start, end, close, np.maximum(base_of[where], evaluated), ~follows
+    evaluated_of = np.full(len(together), _NEVER)
+    np.maximum.at(evaluated_of, where, evaluated)
+    start = np.maximum(start, np.minimum(evaluated_of[where], e.busy_from_ns))
+    return start, end, close, np.maximum(base_of, evaluated_of)[where], ~follows
 
 
 def _holes(run: Run, e: _Edges) -> list[Notice]:

@@ -55,8 +55,7 @@ class Plan:
         """For the user: how long the job must live on for this to be safe."""
         poll = max(map(poll_seconds, ranks))
         if self.seconds is not None:
-            whole = poll + WARMUP_SECONDS + MARGIN_SECONDS + self.seconds
-            return f"within the next {math.ceil(whole) + 5} s"
+            return _within(_lead(ranks, MARGIN_SECONDS) + self.seconds)
         return f"within its next {self.steps} steps and {math.ceil(3 * poll) + 5} s"
 
 
@@ -160,26 +159,32 @@ def _by_duration(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early
     """One start time for all, late enough that each rank has fetched its config and warmed up. A busy machine can
     make a rank too late for it all the same: then once more for all, with more time."""
     assert plan.seconds is not None
-    poll = max(map(poll_seconds, ranks))
-    for margin in (MARGIN_SECONDS, 4 * MARGIN_SECONDS):
-        lead = poll + WARMUP_SECONDS + margin
+    lead, longer = _lead(ranks, MARGIN_SECONDS), _lead(ranks, 4 * MARGIN_SECONDS)
+    while True:
         text = (
             f"PROFILE_START_TIME={int((time.time() + lead) * 1000)}\n"
             f"ACTIVITIES_DURATION_MSECS={max(1, round(plan.seconds * 1000))}\n"
         )
         made = _round(ranks, plan.folder, endpoints, text, lead + plan.seconds, early)
         late = [rank.label for rank in ranks if rank.label in made.lost and process.exists(rank.pid)]
-        if early or not late:
+        if early or not late or lead == longer:
             return made
-        if margin == MARGIN_SECONDS:
-            more = math.ceil(poll + WARMUP_SECONDS + 4 * MARGIN_SECONDS + plan.seconds) + 5
-            tell(
-                f"no trace of {some(late, 4, count_rest=True)} ({made.lost[late[0]]}); again, for all ranks: the job "
-                f"must not end within the next {more} s"
-            )
-            for path in made.files:
-                path.unlink()
-    return made
+        lead = longer
+        tell(
+            f"no trace of {some(late, 4, count_rest=True)} ({made.lost[late[0]]}); again, for all ranks: the job must "
+            f"not end {_within(lead + plan.seconds)}"
+        )
+        for path in made.files:
+            path.unlink()
+
+
+def _lead(ranks: Sequence[Rank], margin: float) -> float:
+    """Seconds until a window begins: every rank asks, has that margin and warms up."""
+    return max(map(poll_seconds, ranks)) + WARMUP_SECONDS + margin
+
+
+def _within(seconds: float) -> str:
+    return f"within the next {math.ceil(seconds) + 5} s"
 
 
 def _by_iterations(ranks: Sequence[Rank], plan: Plan, endpoints: _Endpoints, early: Early, tell: Tell) -> Traces:
