@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MULTI = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 WIDTH = 8
+MOMENT_S = 2.0
+"""From the last whole step to a kill: steps take milliseconds here, and their lines are written beside them."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,7 @@ def _arm_kill(run: SleepRun, rank: int, step: int, schedule: Any) -> None:
 
         def forward(x: Any, original: Callable[..., Any] = original, calls: Any = calls) -> Any:
             if next(calls) == 2:
+                time.sleep(MOMENT_S)
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(x)
 
