@@ -29,7 +29,7 @@ def load(
 
     path: a file, a folder, a glob or an fsspec URL, or several of them. executor: anything with the interface of
     `concurrent.futures.Executor`; one rank is read per task. format: a key of `ingest.FORMATS`, where it must not be
-    recognised. names: a TOML file that says what your own names of ranges mean (`ingest.usernames`).
+    recognised. names: a TOML file that says what your own names of ranges and kernels mean (`ingest.usernames`).
     max_events, max_bytes: limits of one file, unpacked (by default 50 million events and 16 GiB).
 
     Raises UsageError (a ValueError) for arguments that make no sense, InputError when nothing can be analysed.

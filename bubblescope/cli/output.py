@@ -84,7 +84,7 @@ def names_option(command: Command) -> Command:
         "names_file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="TOML: what your own names of ranges mean (docs/traces.md).",
+        help="TOML: what your own names of ranges and kernels mean (docs/traces.md).",
     )(command)
 
 

@@ -106,7 +106,8 @@ def _with_names(run: Run, options: ReadOptions) -> Run:
     if not options.names:
         return run
     run = run.with_notices(*usernames.notices(options.names, run))
-    return replace(run, source=replace(run.source, details={**run.source.details, "names": options.names}))
+    details = {**run.source.details, "names": tuple(options.range_rules())}
+    return replace(run, source=replace(run.source, details=details))
 
 
 def _candidates(format: str) -> list[Format]:

@@ -1,4 +1,5 @@
-"""Which kernels are communication, by name: old and new NCCL, RCCL, DeepEP, Ascend HCCL, Intel oneCCL."""
+"""Which kernels are communication, by name: NCCL and its kin of every vendor, DeepEP, NVSHMEM, MSCCL++, symmetric
+memory, the fused all-reduces of inference libraries; and by the user's own rules before these."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from bubblescope.errors import UsageError
-from bubblescope.ingest.options import ReadOptions
+from bubblescope.ingest.options import KernelRule, ReadOptions
 
 
 class Comm(IntEnum):
@@ -17,55 +17,52 @@ class Comm(IntEnum):
     POINT_TO_POINT = 1
     COLLECTIVE = 2
     UNKNOWN = 3
+    WORK = 4
+    """The user says that it is none, whatever else says so."""
 
 
-# Spellings met in the wild. ncclKernel_ until NCCL 2.18, ncclDevKernel_ after; RCCL keeps both and adds a
-# generic kernel that runs any operation; HCCL tasks carry the operation in lower case.
+# Spellings met in the wild. ncclKernel_ until NCCL 2.18, ncclDevKernel_ after, ncclSymDevKernel_ and
+# ncclSymkDevKernel_ on symmetric memory; RCCL keeps these and adds a generic kernel that runs any operation; HCCL
+# tasks carry the operation in lower case.
 _COMM = re.compile(
-    r"nccl(?:Dev)?Kernel|\bnccl:|rccl|mscclKernel|"
+    r"\bnccl\w*Kernel|\bnccl:|rccl|msccl(?:Kernel|pp)|"
     r"\bhcom_|hccl|"
+    r"\b(?:cncl|(?:x|ix|m)ccl)|"
     r"deep_ep::|intranode::(?:dispatch|combine)|internode(?:_ll)?::(?:dispatch|combine)|"
     r"oneccl|ccl_kernel|"
-    r"nvshmem\w*(?:put|get|barrier|alltoall|reduce|broadcast)|"
-    r"(?:one|two)_shot_all_reduce|cross_device_reduce|multimem_all_reduce|"
+    r"\bnvshmem|"
+    r"(?:one|two)_?shot_?all_?reduce|cross_device_reduce|multimem_(?:one_shot_)?(?:all_|reduce_)|"
+    r"all_?reduce_fusion|allreduce_prototype|"
     r"userbuffers_(?:fp16|push|pull)|kuserbuffers",
     re.IGNORECASE,
 )
 _P2P = re.compile(r"send_?recv|hcom_(?:batch)?(?:send|receive|recv)|\bnccl:(?:send|recv)", re.IGNORECASE)
-_UNSURE = re.compile(r"Kernel_Generic|mscclKernel", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier", re.IGNORECASE)
+_UNSURE = re.compile(r"Kernel_Generic|msccl|\bnvshmem|\b(?:cncl|(?:x|ix|m)ccl)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class CommNames:
-    """The built-in table with a user's own expressions before it.
+    """The built-in table with a user's own rules before it, of which the first that fits decides.
 
     >>> CommNames.of(ReadOptions()).what("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)").name
     'POINT_TO_POINT'
-    >>> CommNames.of(ReadOptions(comm_names="^my_ring")).what("my_ring_step").name
+    >>> CommNames.of(ReadOptions(names=(KernelRule("^my_ring", communication=True),))).what("my_ring_step").name
     'UNKNOWN'
     """
 
-    extra: re.Pattern[str] | None = None
-    never: re.Pattern[str] | None = None
+    rules: tuple[KernelRule, ...] = ()
 
     @classmethod
     def of(cls, options: ReadOptions) -> CommNames:
-        return cls(_compiled(options.comm_names), _compiled(options.compute_names))
+        return cls(tuple(options.kernel_rules()))
 
     def what(self, name: str) -> Comm:
-        if self.never is not None and self.never.search(name):
-            return Comm.NONE
+        said = next((rule for rule in self.rules if rule.search(name)), None)
+        if said is not None and not said.communication:
+            return Comm.WORK
         if _COMM.search(name) is None:
-            return Comm.UNKNOWN if self.extra is not None and self.extra.search(name) else Comm.NONE
+            return Comm.NONE if said is None else Comm.UNKNOWN
         if _P2P.search(name):
             return Comm.POINT_TO_POINT
-        return Comm.UNKNOWN if _UNSURE.search(name) else Comm.COLLECTIVE
-
-
-def _compiled(expression: str) -> re.Pattern[str] | None:
-    if not expression:
-        return None
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise UsageError(f"'{expression}' is not a regular expression ({error})") from error
+        return Comm.UNKNOWN if _UNSURE.search(name) and not _COLLECTIVE.search(name) else Comm.COLLECTIVE

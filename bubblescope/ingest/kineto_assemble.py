@@ -22,13 +22,15 @@ from bubblescope.ingest.part import Part
 from bubblescope.ingest.quarantine import quarantine, repeated
 from bubblescope.ingest.steps import Steps
 from bubblescope.ingest.usernames import USER_STEPS
-from bubblescope.model import Kind, Lane, Names, Notice, Spans
+from bubblescope.model import Kind, Lane, Names, Notice, Spans, checks
 from bubblescope.model.spans import joined
 
 Mask = NDArray[np.bool_]
 _LOST = 0.02
 _STRAY = 0.05
 _ACCELERATOR_PROCESSES = ("ascend hardware",)
+_OPERATIONS = ("nccl:", "c10d::", "record_param_comms")
+"""How the names of host operations of communication begin."""
 _COLLECTIVES = ("all_to_all", "alltoall", "all_reduce", "allreduce", "gather", "scatter", "broadcast", "barrier")
 
 
@@ -43,7 +45,8 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     events, said = _sound(scan)
     _refuse_nameless(scan, events)
     names = Names()
-    table = _Table(scan, events, CommNames.of(options), who, names, tuple(r for r in options.names if r.kind is None))
+    steps_named = tuple(r for r in options.range_rules() if r.kind is None)
+    table = _Table(scan, events, CommNames.of(options), who, names, steps_named)
     pieces, timing, notices = _pieces(table)
     marked = _profiler_steps(table)
     del table, events
@@ -203,8 +206,9 @@ def _pieces(table: _Table) -> tuple[list[Spans], str, list[Notice]]:
     recorded = table.device_rows()
     if recorded.any():
         device, said = _of_one_device(table, recorded)
-        pieces = [*_device_spans(table, device), *_host_spans(table, device)]
-        return pieces, "kernels", [*said, *_lost_kernels(table, recorded)]
+        device_spans, told = _device_spans(table, device)
+        pieces = [*device_spans, *_host_spans(table, device)]
+        return pieces, "kernels", [*said, *told, *_lost_kernels(table, recorded)]
     if _is_cpu_rank(table):
         notice = Notice(
             "cpu-rank",
@@ -266,12 +270,17 @@ def _lost_kernels(table: _Table, device: Mask) -> list[Notice]:
 # --- device side ---------------------------------------------------------------------------------------------
 
 
-def _device_spans(table: _Table, device: Mask) -> list[Spans]:
+def _device_spans(table: _Table, device: Mask) -> tuple[list[Spans], list[Notice]]:
     e = table.events
     copies = device & table.cat(Cat.MEMCPY, Cat.MEMSET)
     what = table.comm_of_name[e.name]
-    # Arguments prove communication even where the name does not (custom kernels, RCCL's generic one).
-    comm = device & ~copies & ((what != Comm.NONE) | ((e.comm >= 0) & ~table.contains("at::native")))
+    # Arguments, and the operation that launched it, prove communication where the name does not (custom kernels, a
+    # library that is not in the table); torch's own kernels beside it only move the data there.
+    untold = device & ~copies & (what == Comm.NONE) & ~table.contains("at::native")
+    by_launch = untold & (e.comm < 0)
+    by_launch[by_launch] = _launched_by_communication(table, np.flatnonzero(by_launch))
+    named = device & ~copies & ~np.isin(what, (Comm.NONE, Comm.WORK))
+    comm = named | (untold & (e.comm >= 0)) | by_launch
     compute = device & ~copies & ~comm
     out = [
         table.columns(rows, **_device_columns(e, rows), lane=lane, kind=kind)
@@ -281,7 +290,38 @@ def _device_spans(table: _Table, device: Mask) -> list[Spans]:
         )
     ]
     out.append(_comm_spans(table, np.flatnonzero(comm)))
-    return out
+    return out, _told_by_launch(table, np.flatnonzero(by_launch))
+
+
+def _launched_by_communication(table: _Table, rows: Int) -> Mask:
+    """Which of these device rows were launched inside an operation of communication, on its thread."""
+    e = table.events
+    inside = np.zeros(len(rows), dtype=np.bool_)
+    around = np.flatnonzero(table.cat(Cat.RANGE, Cat.CPU_OP) & table.starts_with(*_OPERATIONS))
+    launches = np.flatnonzero(table.cat(Cat.RUNTIME) & (e.corr >= 0))
+    if not len(around) or not len(launches) or not len(rows):
+        return inside
+    launches = launches[np.argsort(e.corr[launches], kind="stable")]
+    at = np.minimum(np.searchsorted(e.corr[launches], e.corr[rows]), len(launches) - 1)
+    launch = launches[at]
+    for thread, those in intervals.split_by(around, e.tid).items():
+        at_work = intervals.union(e.start_ns[those], e.end_ns[those])
+        mine = np.flatnonzero((e.corr[launch] == e.corr[rows]) & (e.tid[launch] == thread))
+        when = e.start_ns[launch[mine]]
+        inside[mine] = intervals.measure_before(at_work, when + 1) > intervals.measure_before(at_work, when)
+    return inside
+
+
+def _told_by_launch(table: _Table, rows: Int) -> list[Notice]:
+    if not len(rows):
+        return []
+    texts = sorted({table.text(row) for row in rows.tolist()})
+    listed = ", ".join(checks.shown(text) for text in texts[:3]) + (" …" if len(texts) > 3 else "")
+    message = (
+        f"{len(rows)} kernels of {len(texts)} names ({listed}) count as communication, and not as work, because an "
+        "operation of torch.distributed or NCCL launched them; a [[kernel]] rule of --names says otherwise"
+    )
+    return [Notice("comm-by-launch", message, table.scan.path)]
 
 
 def _device_columns(e: Events, rows: Int | Mask) -> dict[str, Int]:
@@ -354,11 +394,11 @@ class _CommFinder:
         return kind, peer, group, args.seq, args.bytes
 
     def _by_title(self, row: int, title: str) -> tuple[int, int, int, int, int]:
-        """From a name alone: ``nccl:send 0->1``, ``nccl:all_to_all``, or only the kernel's own."""
+        """From a name alone: ``nccl:send 0->1``, ``c10d::allreduce_``, or only the kernel's own."""
         kind = Kind.COLLECTIVE
         peer = -1
-        if title.startswith(("nccl:send", "nccl:recv")):
-            kind = Kind.SEND if title.startswith("nccl:send") else Kind.RECV
+        if title.startswith(("nccl:send", "nccl:recv", "c10d::send", "c10d::recv")):
+            kind = Kind.SEND if title.partition(":")[2].lstrip(":").startswith("send") else Kind.RECV
             tail = title.replace("<-", "->").rpartition("->")[2].strip()
             # These numbers are local to the group, and the group is not named: right only for a whole-job one.
             peer = int(tail) if tail.isdigit() and len(tail) < 8 else -1
@@ -383,7 +423,7 @@ class _Around:
     def __init__(self, table: _Table) -> None:
         self.table = table
         e = table.events
-        host = np.flatnonzero(table.cat(Cat.CPU_OP, Cat.RANGE) & ((e.comm >= 0) | table.starts_with("nccl:")))
+        host = np.flatnonzero(table.cat(Cat.CPU_OP, Cat.RANGE) & ((e.comm >= 0) | table.starts_with("nccl:", "c10d::")))
         host = host[np.lexsort((e.start_ns[host], e.tid[host]))]
         self.host = host
         self.host_tid = e.tid[host]

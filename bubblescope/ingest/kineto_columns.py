@@ -120,7 +120,7 @@ class Columns:
         self._last_ns = 0
         self._interned = _Interned(self.names)
         self._codes = _Codes()
-        self._patterns: tuple[re.Pattern[str] | NameRule, ...] = (STEP_NAME, *options.names)
+        self._patterns: tuple[re.Pattern[str] | NameRule, ...] = (STEP_NAME, *options.range_rules())
         self._tells = np.zeros(0, dtype=np.bool_)
         self._comm_index: dict[CommArgs, int] = {}
         self._threads: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,15 +25,8 @@ def linear_pattern(pattern: str) -> Any:
 
 
 @dataclass(frozen=True)
-class NameRule:
-    """Ranges whose name `pattern` (RE2's syntax) finds are operations of `kind`; None: a range is a training step.
-    stage, microbatch, chunk: for what the pattern has no group of that name."""
-
+class _Rule:
     pattern: str
-    kind: Kind | None
-    stage: int = -1
-    microbatch: int = -1
-    chunk: int = -1
 
     def search(self, text: str) -> Any:
         r"""The first match in `text`, as of `re.Pattern.search`; None without one.
@@ -44,22 +38,43 @@ class NameRule:
 
 
 @dataclass(frozen=True)
+class NameRule(_Rule):
+    """Ranges whose name `pattern` (RE2's syntax) finds are operations of `kind`; None: a range is a training step.
+    stage, microbatch, chunk: for what the pattern has no group of that name."""
+
+    kind: Kind | None
+    stage: int = -1
+    microbatch: int = -1
+    chunk: int = -1
+
+
+@dataclass(frozen=True)
+class KernelRule(_Rule):
+    """Kernels whose name `pattern` finds are communication, or are work, whatever else says what they are."""
+
+    communication: bool
+
+
+@dataclass(frozen=True)
 class ReadOptions:
     """Limits and names of one load.
 
-    max_bytes: inflated size of one file. max_events: events kept of one file. comm_names: a regular expression;
-    kernels that match are communication although no built-in name says so. compute_names: the opposite, and
-    it wins. names: the user's rules for ranges (`ingest.usernames` reads them from a file). keep_cpu_ops: keep the
-    operators of the host that nothing reads, too. cache: keep what was read in the user's cache folder, and use it.
+    max_bytes: inflated size of one file. max_events: events kept of one file. names: the user's rules for ranges and
+    kernels (`ingest.usernames` reads them from a file). keep_cpu_ops: keep the operators of the host that nothing
+    reads, too. cache: keep what was read in the user's cache folder, and use it.
     """
 
     max_bytes: int = 16 << 30
     max_events: int = 50_000_000
-    comm_names: str = ""
-    compute_names: str = ""
-    names: tuple[NameRule, ...] = ()
+    names: tuple[NameRule | KernelRule, ...] = ()
     keep_cpu_ops: bool = False
     cache: bool = False
+
+    def range_rules(self) -> Iterator[NameRule]:
+        return (rule for rule in self.names if isinstance(rule, NameRule))
+
+    def kernel_rules(self) -> Iterator[KernelRule]:
+        return (rule for rule in self.names if isinstance(rule, KernelRule))
 
     def limited(self, max_events: int | None, max_bytes: int | None) -> ReadOptions:
         """With these limits in place of its own, where they are given.

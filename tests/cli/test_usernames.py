@@ -73,6 +73,20 @@ def test_the_file_can_be_given_to_load_and_on_the_command_line(tmp_path: Path, b
     assert '"stages": 4' in done.stdout
 
 
+def test_the_users_kernels_are_communication_or_work(tmp_path: Path) -> None:
+    truth = simulate(Shape())
+    write(tmp_path, traces(truth, STYLE))
+    rules = "[[kernel]]\nname = '^bwd_'\nkind = 'communication'\n\n[[kernel]]\nname = 'SendRecv'\nkind = 'compute'\n"
+    rules += "\n[[kernel]]\nname = 'no such'\nkind = 'compute'\n"
+    run = read(tmp_path, options=ReadOptions(names=parse(rules)))
+    for lane, begins in ((Lane.COMM, "bwd_"), (Lane.COMPUTE, ("fwd_", "nccl"))):
+        texts = {run.names[int(i)] for i in run.spans.name[run.spans.lane == lane]}
+        assert texts
+        assert all(text.startswith(begins) for text in texts)
+    (said,) = [n.message for n in run.notices if n.code == "names-unused"]
+    assert said == "1 of 3 rules of the names file fit no kernel in the input: 'no such'"
+
+
 def test_constants_stand_in_for_groups() -> None:
     (rule,) = parse("[[range]]\nname = 'embed'\nkind = 'forward'\nstage = 0\nmicrobatch = 2\n")
     assert (rule.stage, rule.microbatch, rule.chunk) == (0, 2, -1)
@@ -98,6 +112,10 @@ def test_constants_stand_in_for_groups() -> None:
         ("[[range]]\nname = 'x'\nkind = 'forward'\nstage = true\n", "line 4, key 'stage'"),
         ("[[range]]\nname = 'x(?P<mb>1)'\nkind = 'forward'\n", "line 2, key 'name': unknown group 'mb'"),
         ("[[range]]\nname = 'x'\nkind = 'forward'\nstep = 2\n", "line 4, key 'step': no such key"),
+        ("[[kernel]]\nname = 'x'\nkind = 'forward'\n", "line 3, key 'kind': 'forward' is no kind"),
+        ("[[kernel]]\nname = 'x'\nkind = 'compute'\nstage = 1\n", "line 4, key 'stage': no such key"),
+        ("[[kernel]]\nname = 'x(?P<stage>1)'\nkind = 'compute'\n", "line 2, key 'name': unknown group 'stage'"),
+        ("kernel = 3\n", r"no \[\[range\]\] tables"),
     ],
 )
 def test_what_is_wrong_is_named_with_line_and_key(text: str, said: str) -> None:

@@ -23,6 +23,7 @@ from bubblescope.errors import InputError
 from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.kineto_scan import scan
 from bubblescope.ingest.native import status
+from bubblescope.ingest.options import KernelRule
 from bubblescope.model import Kind, Lane, Run
 from bubblescope.report.build import build
 from tests.support.kineto_gen import Json, Shape, Style, Truth, dumps, simulate, traces
@@ -655,6 +656,14 @@ def test_busy_is_a_union_of_compute_kernels(tmp_path: Path, what: str, changes: 
         "rcclGenericKernel_1_false(ncclDevComm*, unsigned long, ncclWork*)",
         "void deep_ep::internode::dispatch<false, 8>(int4*)",
         "hcom_allReduce__123_456",
+        "ncclSymkDevKernel_AllReduce_AGxLL_R_sum_bf16(ncclSymkDevWorkArgs)",
+        "ncclSymDevKernel_ReduceScatter_LD_sum_f32(ncclSymDevArgs)",
+        "void nvshmemi_barrier_on_stream_kernel(int)",
+        "void mscclpp::allreduce7<__half>(__half*)",
+        "mscclpp_allgather_kernel",
+        "cnclAllReduce_mlu590",
+        "xccl_send_recv_kernel",
+        "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<2, __half>(Params)",
         "user_ring_exchange_kernel",
     ],
 )
@@ -664,9 +673,35 @@ def test_communication_is_never_busy_whatever_it_is_called(tmp_path: Path, name:
         return [dict(first) | {"ts": first["ts"] - 900.0, "dur": 800.0, "name": name, "tid": 30}]
 
     write_all(tmp_path, added(waiting))
-    run = read(tmp_path, options=ReadOptions(comm_names="^user_ring"))
+    run = read(tmp_path, options=ReadOptions(names=(KernelRule("^user_ring", communication=True),)))
     assert busy_ns(run, 2) == TRUTH.busy_ns(2)
     assert name in {run.names[int(i)] for i in run.spans.name[run.spans.lane == Lane.COMM]}
+
+
+@pytest.mark.parametrize("around", ["nccl:all_reduce", "c10d::allreduce_", "record_param_comms"])
+def test_what_an_operation_of_communication_launches_is_communication_and_said(tmp_path: Path, around: str) -> None:
+    """torch's own kernels there only move data, and stay work."""
+
+    def waiting(document: Json) -> list[Json]:
+        first = kernels(document)[0]
+        at, args = first["ts"] - 900.0, first["args"]
+        common = {"ph": "X", "pid": 7, "tid": 77}
+        name = "void at::native::vectorized_elementwise_kernel<4>"
+        return [
+            dict(first) | {"ts": at, "dur": 800.0, "name": "vendor_ring", "tid": 30, "args": args | {"correlation": 9}},
+            dict(first) | {"ts": at + 801, "dur": 50.0, "name": name, "args": args | {"correlation": 8}},
+            common | {"cat": "cpu_op", "name": around, "ts": at - 100, "dur": 50.0},
+            common | {"cat": "cuda_runtime", "name": "launch", "ts": at - 90, "dur": 1, "args": {"correlation": 9}},
+            common | {"cat": "cuda_runtime", "name": "launch", "ts": at - 80, "dur": 1, "args": {"correlation": 8}},
+        ]
+
+    write_all(tmp_path, added(waiting))
+    run = read(tmp_path)
+    assert busy_ns(run, 2) == TRUTH.busy_ns(2) + 50_000
+    (notice,) = [n for n in run.notices if n.code == "comm-by-launch"]
+    assert notice.message.startswith("1 kernels of 1 names ('vendor_ring') count as communication")
+    work = (KernelRule("^vendor_", communication=False),)
+    assert busy_ns(read(tmp_path, options=ReadOptions(names=work)), 2) == TRUTH.busy_ns(2) + 850_000
 
 
 def test_kernels_of_a_graph_share_one_launch(tmp_path: Path) -> None:

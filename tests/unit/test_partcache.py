@@ -15,7 +15,7 @@ import pytest
 
 from bubblescope.errors import InputError
 from bubblescope.ingest import ReadOptions, kineto, partcache, partfile, read
-from bubblescope.ingest.options import NameRule
+from bubblescope.ingest.options import KernelRule, NameRule
 from bubblescope.ingest.part import Part
 from bubblescope.model import Kind
 from bubblescope.model.spans import is_one_value
@@ -145,7 +145,7 @@ def test_a_changed_file_is_read_anew_even_with_the_old_time(job: Path, scans: li
 @pytest.mark.parametrize(
     "other",
     [
-        ReadOptions(cache=True, comm_names="x"),
+        ReadOptions(cache=True, names=(KernelRule("x", communication=True),)),
         ReadOptions(cache=True, keep_cpu_ops=True),
         ReadOptions(cache=True, names=(NameRule("a" * 300 + "b", Kind.FORWARD),)),
     ],
