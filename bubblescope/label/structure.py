@@ -10,16 +10,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from bubblescope.algebra import intervals
 from bubblescope.label.evidence import Int, issue_time
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
+from bubblescope.model.notice import some
 
 _PP_WORDS = {"pp", "pipe", "pipeline"}
 """In the description of a communicator that is a pipeline's."""
 _OPEN = "stages-open"
+_INNER = 1.5
+"""So many times the messages of the first stage, and a stage is not the last."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ def label(run: Run) -> Run:
         return run
     stages = _labelled_stages(run)
     if stages:
-        return replace(run, layout=_counted(run, _from_stages(run.layout, stages)))
+        layout, said = _counted(run, _from_stages(run.layout, stages))
+        return replace(run, layout=layout).with_notices(*said)
     found, notice = find_chains(run)
     run = run.with_notices(*_mute(run), *([notice] if notice is not None else []))
     return run if found is None else replace(run, layout=_from_chains(run.layout, found))
@@ -74,10 +79,10 @@ def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:
     sets = sorted(set(stages.values()))
     chunks = Counter(len(held) for held in stages.values()).most_common(1)[0][0]
     total = max(max(held) for held in sets) + 1
-    p = max(len(sets), -(-total // chunks))
+    p = _count(sets, chunks, total)
     # The first stage of a rank is its place, also where other ranks have no trace; not so where chunks lie otherwise.
     firsts = [held[0] for held in sets]
-    in_turn = len(set(firsts)) == len(sets) and firsts[-1] < p
+    in_turn = len(set(firsts)) == len(sets) and firsts[-1] < (p or total)
     position = dict(zip(sets, firsts if in_turn else range(len(sets)), strict=True))
     seen: Counter[tuple[int, ...]] = Counter()
     pp = np.full(len(layout.ranks), -1, dtype=np.int64)
@@ -103,21 +108,63 @@ def _from_stages(layout: Layout, stages: dict[int, tuple[int, ...]]) -> Layout:
     )
 
 
-def _counted(run: Run, layout: Layout) -> Layout:
+def _count(sets: list[tuple[int, ...]], chunks: int, total: int) -> int | None:
+    """GPUs of a pipeline whose ranks hold these stages, of which the last is `total` - 1. With several stages each and
+    ranks without a trace it is their distance, where that is the same on several ranks; else None.
+
+    >>> _count([(0, 4), (1, 5)], 2, 6), _count([(0, 7), (1, 6)], 2, 8), _count([(0,), (3,)], 1, 4)
+    (4, None, 4)
+    """
+    if chunks == 1 or len({stage for held in sets for stage in held}) == total:
+        return max(len(sets), -(-total // chunks))
+    apart = {b - a for held in sets for a, b in pairwise(held)}
+    return max(apart) if len(apart) == 1 and max(apart) >= len(sets) > 1 else None
+
+
+def _counted(run: Run, layout: Layout) -> tuple[Layout, list[Notice]]:
     """`layout`, made from ranges, with the stages of ranks without a trace, where the messages tell them; no number of
-    stages where the last one that is named talks to a rank without a trace, which may hold another."""
-    if layout.chunks != 1 or not layout.missing_ranks:
-        return layout
-    found, doubt = find_chains(run)
-    if found is not None and doubt is None and not found.ring:
-        chained = _from_chains(run.layout, found)
-        named = layout.pp >= 0
-        if (chained.pp[named] == layout.pp[named]).all() and layout.stage_rank.items() <= chained.stage_rank.items():
-            return replace(chained, inferred=layout.inferred)
+    stages, and a Notice, where there may be more than are named."""
+    if layout.chunks == 1 and layout.missing_ranks:
+        found, doubt = find_chains(run)
+        if found is not None and doubt is None and not found.ring:
+            chained = _from_chains(run.layout, found)
+            named = layout.pp >= 0
+            agree = (chained.pp[named] == layout.pp[named]).all()
+            if agree and layout.stage_rank.items() <= chained.stage_rank.items():
+                return replace(chained, inferred=layout.inferred), []
+    if layout.chunks != 1 and (layout.stages or 1) > 1:
+        return layout, []
+    last = max(stage for _, stage in layout.stage_rank)
+    holders = [rank for (_, stage), rank in layout.stage_rank.items() if stage == last]
+    if layout.stages is not None and not _goes_on(run, layout, holders):
+        return layout, []
+    message = (
+        f"the last stage that a range names is {last} (rank {some(holders)}), and the pipeline may go on beyond it, on "
+        "ranks without a trace: the number of stages is not known"
+    )
+    return replace(layout, stages=None, data_parallel=None), [Notice(_OPEN, message)]
+
+
+def _goes_on(run: Run, layout: Layout, last: list[int]) -> bool:
+    """Whether the ranks that hold the last stage with a name exchange messages with a rank without a trace. Where they
+    do not say with whom, an inner stage is known by its number of messages, twice that of the first.
+
+    Example: rank 0 alone, with ranges of stage 0 and SendRecv kernels that name no peer: a pipeline of one stage has
+    nobody to send to.
+    """
     spans = run.spans
-    last = [rank for (_, stage), rank in layout.stage_rank.items() if stage + 1 == layout.stages]
-    peers = spans.peer[np.isin(spans.rank, last) & np.isin(spans.kind, (Kind.SEND, Kind.RECV))]
-    return replace(layout, stages=None) if np.isin(peers, layout.missing_ranks).any() else layout
+    if layout.world_size is not None and not layout.missing_ranks:
+        return False
+    p2p = np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & np.isin(spans.lane, (Lane.COMM, Lane.POST))
+    talk = p2p | ((spans.lane == Lane.COMM) & (spans.kind == Kind.OTHER))
+    peers = np.unique(spans.peer[talk & np.isin(spans.rank, last)])
+    if np.isin(peers[peers >= 0], run.layout.ranks, invert=True).any():
+        return True
+    if not (peers < 0).any():
+        return False
+    counts = Counter(spans.rank[talk].tolist())
+    first = [counts[rank] for (_, stage), rank in layout.stage_rank.items() if stage == 0]
+    return layout.stages == 1 or not first or max(counts[rank] for rank in last) > _INNER * max(first)
 
 
 def _from_chains(layout: Layout, found: Chains) -> Layout:
@@ -365,7 +412,7 @@ def _of_length(chain: tuple[int, ...], before: bool, after: bool, length: int) -
 def forget_open(run: Run) -> Run:
     """Stages that were counted from a rank which may not be the first, and the number of stages, where `find_chains`
     says that chains may go on. To tell forward from backward their order was enough."""
-    if not any(notice.code == _OPEN for notice in run.notices):
+    if run.layout.stages is None or not any(notice.code == _OPEN for notice in run.notices):
         return run
     layout, spans = run.layout, run.spans
     seen = set(run.ranks)

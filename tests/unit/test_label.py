@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bubblescope.align import prepare
 from bubblescope.ingest import read
 from bubblescope.label import LABELS, label
 from bubblescope.label.schedule import operations
 from bubblescope.label.sequence import Numbers, pair
 from bubblescope.label.torch_pipelining import parse
 from bubblescope.model import Kind, Lane, Layout, Names, Run, Source, SpanBuilder
+from bubblescope.report.build import build
 from tests.support.kineto_gen import Shape, Style, Truth, simulate, traces, write
 
 PLAIN = Style()
@@ -230,6 +232,53 @@ def test_ranges_that_name_stages_do_not_number_those_of_missing_ranks(
     run = some_ranks(tmp_path, seen, Style(launches=True, ranges="runtime", description="default_pg"))
     assert (run.layout.stages, run.layout.pp.tolist()) == (stages, list(seen))
     assert [run.spans.stage[run.spans.rank == rank].max() for rank in seen] == list(seen)
+
+
+@pytest.mark.parametrize("world", [True, False], ids=["world known", "world unknown"])
+@pytest.mark.parametrize("metadata", [True, False], ids=["peers", "no peers"])
+@pytest.mark.parametrize("seen", [(0,), (1,), (2,), (1, 2), (0, 1), (0, 1, 2)])
+def test_the_last_stage_that_a_range_names_need_not_be_the_last(
+    tmp_path: Path, seen: tuple[int, ...], metadata: bool, world: bool
+) -> None:
+    """It exchanges messages on: with a rank without a trace, with nobody else if it were alone, or twice as many."""
+    style = Style(launches=True, ranges="runtime", metadata=metadata, members=tuple(range(8)), world=8, description="")
+    documents = traces(simulate(Shape()), style)
+    for document in documents.values():
+        if not world:
+            del document["distributedInfo"]
+    write(tmp_path, {rank: documents[rank] for rank in seen})
+    run = prepare(read(tmp_path))
+    assert (run.layout.stages, run.layout.pp.tolist()) == (None, list(seen))
+    assert "stages-open" in [n.code for n in run.notices]
+    data = build(run).data
+    assert data["bubble"]["fraction"] is None
+    assert data["causes"]["warmup"]["seconds"] is None
+    assert data["causes"]["host_launch"]["sure"] == "estimated"
+
+
+@pytest.mark.parametrize(("seen", "stages"), [((0, 1, 2, 3), 4), ((0, 3), 4), ((0, 2, 3), 4), ((3,), None)])
+def test_a_last_stage_with_as_many_messages_as_the_first_is_the_last(
+    tmp_path: Path, seen: tuple[int, ...], stages: int | None
+) -> None:
+    documents = traces(simulate(Shape()), Style(launches=True, ranges="runtime", metadata=False))
+    for document in documents.values():
+        del document["distributedInfo"]
+    write(tmp_path, {rank: documents[rank] for rank in seen})
+    assert label(read(tmp_path)).layout.stages == stages
+
+
+@pytest.mark.parametrize(
+    ("seen", "stages"),
+    [((0,), None), ((0, 1), 4), ((0, 1, 2), 4), ((1, 2, 3), 4), ((0, 1, 2, 3), 4)],
+)
+def test_several_stages_on_each_gpu_tell_how_many_gpus_by_their_distance(
+    tmp_path: Path, seen: tuple[int, ...], stages: int | None
+) -> None:
+    shape = Shape(schedule="Interleaved1F1B", chunks=2)
+    documents = traces(simulate(shape), Style(launches=True, ranges="runtime"))
+    write(tmp_path, {rank: documents[rank] for rank in seen})
+    run = label(read(tmp_path))
+    assert (run.layout.stages, run.layout.pp.tolist()) == (stages, list(seen))
 
 
 def test_kernels_that_name_no_peer_are_said_and_not_guessed(tmp_path: Path) -> None:
