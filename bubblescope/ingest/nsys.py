@@ -71,6 +71,8 @@ def read(paths: Sequence[str | Path], options: ReadOptions = DEFAULT, executor: 
             found.append(result)
     if not found:
         raise errors[0] if errors else InputError("no exports were given")
+    found, copies = _without_copies(found)
+    notices.extend(copies)
     ranked, said = _with_ranks(found)
     _resolve_peers(ranked)
     parts = []
@@ -126,6 +128,25 @@ def read_file(path: str, options: ReadOptions = DEFAULT) -> _File:
             where=path,
         )
     return _File(path, tuple(found), tuple(notices))
+
+
+def _without_copies(files: list[_File]) -> tuple[list[_File], list[Notice]]:
+    """Every process once: where two files hold the same events of one process, that of the first is used."""
+    seen: list[tuple[str, Process]] = []
+    out, notices = [], []
+    for file in files:
+        own = []
+        for process in file.processes:
+            path = next((path for path, other in seen if process.is_copy_of(other)), None)
+            if path is None:
+                own.append(process)
+                continue
+            message = f"process {process.pid} is in {path} too, with the same events; it is used once"
+            notices.append(Notice("rank-duplicate", message, file.path))
+        seen.extend((file.path, process) for process in own)
+        if own:
+            out.append(replace(file, processes=tuple(own)))
+    return out, notices
 
 
 @contextlib.contextmanager

@@ -54,6 +54,13 @@ class Process:
     def pid(self) -> int:
         return self.key & 0xFFFFFF
 
+    def is_copy_of(self, other: Process) -> bool:
+        """Whether both hold the same events of the same process of the same session."""
+        mine, theirs = self.scan, other.scan
+        return (self.key, mine.base_ns, mine.head) == (other.key, theirs.base_ns, theirs.head) and all(
+            np.array_equal(getattr(mine.events, name), getattr(theirs.events, name)) for name in ("start_ns", "end_ns")
+        )
+
 
 def processes(connection: sqlite3.Connection, path: str, options: ReadOptions) -> tuple[list[Process], list[Notice]]:
     """Processes with GPU events, and what was found wrong with the file. Raises InputError when it is no export, or

@@ -47,8 +47,9 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     has device (or CPU) time to look at, or when the parts are of several jobs.
     """
     given, (parts, strangers) = parts, _one_job(parts)
+    parts, copies = _without_copies(parts)
     parts, said = _one_per_rank(parts)
-    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *said]
+    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *copies, *said]
     seen = [p.rank for p in parts]
     parts, unmarked = _alike_in_steps(parts)
     notices.extend(unmarked)
@@ -111,6 +112,28 @@ def _one_job(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
         for p in parts
         if p.world_size not in (None, size)
     ]
+
+
+def _without_copies(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
+    """Of files whose name alone says their rank and that hold the same events, threads and all, only the first."""
+    seen: dict[tuple[int, int, int], list[Part]] = {}
+    out, notices = [], []
+    for part in parts:
+        if part.rank_how == "file name" and len(part.spans):
+            ends = (len(part.spans), int(part.spans.start_ns[0]), int(part.spans.end_ns[-1]))
+            alike = seen.setdefault(ends, [])
+            original = next((p for p in alike if _same_events(p.spans, part.spans)), None)
+            if original is not None:
+                message = f"the same events as in {original.path}: a copy, which is no rank of its own and is left out"
+                notices.append(Notice("rank-duplicate", message, part.path))
+                continue
+            alike.append(part)
+        out.append(part)
+    return out, notices
+
+
+def _same_events(a: Spans, b: Spans) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("start_ns", "end_ns", "stream"))
 
 
 def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:

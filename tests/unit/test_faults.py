@@ -704,6 +704,19 @@ def test_what_an_operation_of_communication_launches_is_communication_and_said(t
     assert busy_ns(read(tmp_path, options=ReadOptions(names=work)), 2) == TRUTH.busy_ns(2) + 850_000
 
 
+def test_a_copied_file_is_no_rank_of_its_own(tmp_path: Path) -> None:
+    """Where the file names alone tell the ranks."""
+    docs = documents(metadata=False)
+    for document in docs.values():
+        del document["distributedInfo"]
+    write_all(tmp_path, docs | {4: docs[2]})
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 2, 3]
+    (notice,) = [n for n in run.notices if n.code == "rank-duplicate"]
+    assert notice.where == str(tmp_path / "rank4.json")
+    assert f"the same events as in {tmp_path / 'rank2.json'}" in notice.message
+
+
 def test_kernels_of_a_graph_share_one_launch(tmp_path: Path) -> None:
     docs = documents(launches=True)
     graph = kernels(docs[2])[0]["args"]["correlation"]

@@ -103,6 +103,19 @@ def test_one_file_per_rank_takes_its_rank_from_the_name(tmp_path: Path) -> None:
     assert run.layout.inferred["ranks"] == "file name"
 
 
+def test_a_copy_of_an_export_counts_once_and_is_named(tmp_path: Path) -> None:
+    docs = documents(ranges="runtime")
+    nsys_gen.write(tmp_path / "node0.sqlite", {r: docs[r] for r in (0, 1)}, Export(init=False))
+    for name in ("node1.sqlite", "node2.sqlite"):
+        nsys_gen.write(tmp_path / name, {r: docs[r] for r in (2, 3)}, Export(init=False))
+    run = prepare(read(tmp_path))
+    assert run.ranks == [0, 1, 2, 3]
+    assert wrong_kernels(run) == 0
+    said = [n for n in run.notices if n.code == "rank-duplicate"]
+    assert [n.where for n in said] == [str(tmp_path / "node2.sqlite")] * 2
+    assert "is in " + str(tmp_path / "node1.sqlite") in said[0].message
+
+
 def test_ranks_that_nothing_tells_are_refused_and_listed(tmp_path: Path) -> None:
     for rank, document in documents().items():
         nsys_gen.write(tmp_path / f"{'abcd'[rank]}.sqlite", {rank: document}, Export(init=False, blobs=False))
