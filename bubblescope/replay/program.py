@@ -19,7 +19,7 @@ from bubblescope.algebra.maxplus import CycleError, Graph, build_graph
 from bubblescope.analysis.operations import Operations
 from bubblescope.analysis.windows import Windows
 from bubblescope.errors import ScheduleError
-from bubblescope.model import Kind, Lane, Run
+from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Run
 from bubblescope.model.kinds import SHORT
 from bubblescope.replay.edges import (
     Edge,
@@ -53,9 +53,9 @@ Float = NDArray[np.float64]
 class Program:
     """K steps of one structure. Times in ns relative to T_{k-1} of each step, float64 holding exact integers.
 
-    steps: shape (K,). Nodes, shape (n,): rank, node (see `Node`), kind, stage, chunk, microbatch (of an OP),
-    operation (row of `Operations`, shape (n, K), -1 for others). duration, start, end: shape (n, K), measured.
-    release: shape (n, K), earliest start (BEGIN nodes).
+    steps: shape (K,). Nodes, shape (n,): rank, node (see `Node`), kind, stage, chunk, microbatch (of an OP of
+    the pipeline, its losses among them), operation (row of `Operations`, shape (n, K), -1 for others). duration, start,
+    end: shape (n, K), measured. release: shape (n, K), earliest start (BEGIN nodes).
     Edges, shape (e,): src, dst, edge (see `Edge`); delay: shape (e, K), measured; of it host and data (CHAIN).
     closing: nodes whose end closes the step; trim: shape (n_ranks, K), T_k minus the window's end, beside `ranks`.
     """
@@ -353,7 +353,7 @@ def _stack(flat: _Flat, group: list[_StepSlice], windows: Windows, operations: O
         of(operations.kind),
         of(operations.stage),
         of(operations.chunk),
-        of(operations.microbatch),
+        of(np.where(np.isin(operations.kind, (*PIPELINE_KINDS, Kind.LOSS)), operations.microbatch, -1)),
         operation,
         flat.duration[node_rows].astype(np.float64),
         start,

@@ -141,3 +141,20 @@ def test_gradient_accumulation_is_counted_in_passes_with_the_closed_form_of_one(
     assert data["pipeline"]["microbatches"] == 8
     assert data["bubble"]["theory"]["fraction"] == pytest.approx(3 / 7)
     assert not [a for a in data["advice"] if a["kind"] == "schedule"]
+
+
+@pytest.mark.parametrize("kind", [Kind.OPTIMIZER, Kind.OTHER, Kind.RECOMPUTE])
+def test_what_is_no_part_of_the_pipeline_may_be_given_a_micro_batch(kind: Kind) -> None:
+    """`bubblescope.span("optimizer", stage, 0)` says no more than `bubblescope.span("optimizer", stage)`."""
+    run = make_run(Job(optimizer=MS), constant(20 * MS, 40 * MS, {3: 2}))
+    last = run.spans.kind == Kind.OPTIMIZER
+    spans = run.spans.with_columns(kind=np.where(last, kind, run.spans.kind))
+    given = spans.with_columns(
+        stage=np.where(last, spans.rank, spans.stage), microbatch=np.where(last, 0, spans.microbatch)
+    )
+    assert ideas_of(replace(run, spans=given)) == ideas_of(replace(run, spans=spans)) != []
+
+
+def ideas_of(run: Run) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = build(run, ReportOptions()).data["advice"]
+    return found
