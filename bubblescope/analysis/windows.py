@@ -37,8 +37,8 @@ class Skipped:
 class Windows:
     """One row per (rank, step) that was finished, sorted by rank, then step.
 
-    rank, step: shape (w,). start_ns, end_ns: the window. first: bool, no step before it was seen, so it starts at
-    the first thing it did. close_ns: T_k of its step among the ranks on its clock.
+    rank, step: shape (w,). start_ns, end_ns: the window. first: bool, no step before it was seen, so it starts when
+    the last rank began it, or with work of its own before that. close_ns: T_k of its step among the ranks on its clock.
     base_ns: T_{k-1}, or the end of the evaluation since, from which the replay counts.
     """
 
@@ -130,11 +130,13 @@ def _empty() -> Windows:
 
 @dataclass(frozen=True, eq=False)
 class _Edges:
-    """Per (rank, step): the first thing seen, the first pipeline operation, the own end and how it was found."""
+    """Per (rank, step): the first thing seen, when its training loop entered it (`_OPEN` where no marker says so, or no
+    optimizer ends steps), the first pipeline operation, the own end and how it was found."""
 
     rank: Int
     step: Int
     begin_ns: Int
+    entered_ns: Int
     busy_from_ns: Int
     own_end_ns: Int
     by_optimizer: NDArray[np.bool_]
@@ -177,7 +179,10 @@ def _edges(spans: Spans) -> _Edges | None:
     finished = has_compute & (by_optimizer | ~rank_has)
     # Small unlabelled operators (splitting the batch, zeroing gradients) do not begin a stage's work.
     busy_from = np.where(np.isin(keys, np.unique(key[pipeline])), least(pipeline), least(compute))
-    return _Edges(ranks, keys % width, begin, busy_from, own_end, by_optimizer, finished)
+    entered = np.where(
+        by_optimizer & (least(marker) < _OPEN), least(marker | (known & (spans.kind == Kind.DATA))), _OPEN
+    )
+    return _Edges(ranks, keys % width, begin, entered, busy_from, own_end, by_optimizer, finished)
 
 
 def _drop_unfinished(e: _Edges) -> _Edges:
@@ -186,6 +191,7 @@ def _drop_unfinished(e: _Edges) -> _Edges:
         e.rank[k],
         e.step[k],
         e.begin_ns[k],
+        e.entered_ns[k],
         e.busy_from_ns[k],
         e.own_end_ns[k],
         e.by_optimizer[k],
@@ -252,19 +258,20 @@ def _place(e: _Edges, clock: Int, evaluated: Int, leaves: Int) -> tuple[Int, Int
     next_busy = leaves.copy()
     next_busy[:-1][follows[1:]] = np.minimum(leaves[:-1], e.busy_from_ns[1:])[follows[1:]]
     end = np.maximum(np.minimum(close, next_busy), e.own_end_ns)
-    # A step without a predecessor starts where the first of its ranks began.
-    begin_of = np.full(len(together), _OPEN)
-    np.minimum.at(begin_of, where, e.begin_ns)
-    before = begin_of[where]
-    start = before.copy()
-    start[1:][follows[1:]] = end[:-1][follows[1:]]
-    base_of = begin_of.copy()
+    # T_{k-1}. Where that step was not recorded: when the last of the ranks entered this one, as its own optimizer had
+    # just ended (the others are in it early by their cooldown). Where ranks do not say: when the first did anything.
+    before_of, entered_of = np.full(len(together), _OPEN), np.full(len(together), _NEVER)
+    np.minimum.at(before_of, where, e.begin_ns)
+    np.maximum.at(entered_of, where, e.entered_ns)
+    before_of = np.where(entered_of < _OPEN, entered_of, before_of)
     adjacent = np.flatnonzero((np.diff(together, axis=0) == [0, 1]).all(axis=1))
-    base_of[adjacent + 1] = close_of[adjacent]
+    before_of[adjacent + 1] = close_of[adjacent]
+    start = np.minimum(before_of[where], e.busy_from_ns)
+    start[1:][follows[1:]] = end[:-1][follows[1:]]
     evaluated_of = np.full(len(together), _NEVER)
     np.maximum.at(evaluated_of, where, evaluated)
     start = np.maximum(start, np.minimum(evaluated_of[where], e.busy_from_ns))
-    return start, end, close, np.maximum(base_of, evaluated_of)[where], ~follows
+    return start, end, close, np.maximum(before_of, evaluated_of)[where], ~follows
 
 
 def _holes(run: Run, e: _Edges) -> list[Notice]:

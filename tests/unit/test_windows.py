@@ -145,3 +145,17 @@ def test_a_gpu_that_evaluates_while_others_end_their_step_leaves_it_then() -> No
     w = find_windows(evaluating((0, 91, 104), (1, 102, 108)))
     assert w.steps.tolist() == [0, 2]
     assert w.end_ns.tolist() == [91, 300, 100, 300]
+
+
+def test_a_step_after_one_that_was_not_recorded_begins_when_the_last_rank_enters_it() -> None:
+    """Rank 0 ends steps 10 early, as an early stage does before its cooldown, and enters the next one at once."""
+    spans = SpanBuilder()
+    for row in (row for row in TWO_RANKS if row[1] == 1):
+        rank, step, kind, start, end = row
+        spans.add(rank=rank, step=step, kind=kind, lane=Lane.COMPUTE, device=0, start_ns=start, end_ns=end)
+    for rank, loads, entered in ((0, 91, 93), (1, 101, 103)):
+        spans.add(rank=rank, step=1, kind=Kind.DATA, lane=Lane.HOST, device=-1, start_ns=loads, end_ns=entered)
+        spans.add(rank=rank, step=1, kind=Kind.STEP, lane=Lane.RANGE, device=-1, start_ns=entered, end_ns=180)
+    run = Run(spans.build(), Names(), clock=Clock(aligned=True), source=Source("test", timing="host"))
+    assert spans_of(run) == [(0, 1, 101, 200), (1, 1, 101, 200)]
+    assert find_windows(run).base_ns.tolist() == [101, 101]
