@@ -94,8 +94,8 @@ class Windows:
 
 def find_windows(run: Run) -> Windows:
     """Windows of every finished step of every rank; warm-up steps, and those that follow an evaluation, are skipped and
-    named as long as others remain. The step that was read only
-    because the next one begins where it ends, ``source.details["step_before"]``, has none.
+    named as long as others remain; so are those of ``source.details["cut_steps"]`` (step -> why). The step that was
+    read only because the next one begins where it ends, ``source.details["step_before"]``, has none.
 
     Example: ranks 0 and 1, one clock, optimizer of step 0 ends at 90 and 100, of step 1 at 190 and 200, first
     operation of step 1 at 105 on both: windows of step 1 are [100, 200) on both.
@@ -108,7 +108,8 @@ def find_windows(run: Run) -> Windows:
     evaluated, leaves = _evaluations(run, edges)
     skipped, all_warm = _skipped(run, np.unique(edges.step), np.unique(edges.step[evaluated != _NEVER]))
     starts, ends, closes, bases, first = _place(edges, clock, evaluated, leaves)
-    left_out = [run.source.details.get("step_before", -1), *(s.index for s in skipped)]
+    cut = tuple(Skipped(step, why) for step, why in sorted(run.source.details.get("cut_steps", {}).items()))
+    left_out = [run.source.details.get("step_before", -1), *(s.index for s in (*skipped, *cut))]
     keep = ~np.isin(edges.step, left_out) & (ends > starts)
     return Windows(
         edges.rank[keep],
@@ -118,7 +119,7 @@ def find_windows(run: Run) -> Windows:
         closes[keep],
         bases[keep],
         first[keep],
-        skipped,
+        (*skipped, *cut),
         (*all_warm, *_edge_notices(run, edges), *_holes(run, edges)),
     )
 

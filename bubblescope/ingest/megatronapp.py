@@ -120,11 +120,20 @@ class _Track:
     reduces: dict[int, int] = field(default_factory=dict)
 
     def order(self) -> list[tuple[str, Any, Any]]:
-        marks = (mark for ops in self.iterations.values() for mark in ops)
+        marks = (mark for iteration in self.whole() for mark in self.iterations[iteration])
         return [(name, args.get("microbatch"), args.get("model_chunk")) for name, _, _, args in marks]
 
     def length(self) -> int:
-        return sum(self.limits(i)[1] - self.limits(i)[0] for i in self.iterations)
+        return sum(self.limits(i)[1] - self.limits(i)[0] for i in self.whole())
+
+    def whole(self) -> list[int]:
+        return [i for i in self.iterations if i not in self.cut()]
+
+    def cut(self) -> set[int]:
+        """Iterations without their begin or their end, where the trace marks these."""
+        if not self.begins and not self.ends:
+            return set()
+        return (self.iterations.keys() | self.begins.keys()) - (self.begins.keys() & self.ends.keys())
 
     def limits(self, iteration: int) -> tuple[int, int]:
         ops = self.iterations[iteration]
@@ -160,9 +169,9 @@ def _tracks(events: list[dict[str, Any]], path: str, notices: list[Notice]) -> l
             where = {"iteration begin": track.begins, "iteration end": track.ends, "reduce": track.reduces}[name]
             where[iteration] = ts * 1000
     lost["begin without an end"] += len(open_)
-    tracks = [out[k] for k in sorted(out) if out[k].iterations]
+    tracks = [out[k] for k in sorted(out) if out[k].iterations or out[k].begins]
     why = ", ".join(f"{n} × {reason}" for reason, n in sorted(lost.items()) if n)
-    if not tracks:
+    if not any(track.iterations for track in tracks):
         reason = f" ({why})" if why else ""
         raise InputError(f"no operation of any rank ends in the trace{reason}", hint="is the file whole?", where=path)
     if why:
@@ -197,19 +206,35 @@ def _job(tracks: list[_Track], files: list[str], notices: list[Notice]) -> Job:
     records: list[Record] = []
     steps: dict[tuple[int, int], tuple[int, int]] = {}
     groups: list[tuple[int, int]] = []
+    cut: dict[int, str] = {}
     at, number = 0, 0
-    for batch in [tracks] if alike else [[t for t in tracks if t.tid == tid] for tid in tids]:
+    batches = [tracks] if alike else [[t for t in tracks if t.tid == tid] for tid in tids]
+    for batch in (b for b in batches if any(t.iterations for t in b)):
         numbers = {it: number + i for i, it in enumerate(sorted({it for t in batch for it in t.iterations}))}
+        cut |= {numbers[it]: _why_cut(batch, it) for it in numbers if any(it in t.cut() for t in batch)}
         low = min(t.limits(it)[0] for t in batch for it in t.iterations)
         for track in batch:
             for iteration in track.iterations:
-                _iteration(track, iteration, rank_of[id(track)], numbers[iteration], at - low, records, steps, groups)
+                step = numbers[iteration] if numbers[iteration] not in cut else -1
+                _iteration(track, iteration, rank_of[id(track)], step, at - low, records, steps, groups)
         at += max(t.limits(it)[1] for t in batch for it in t.iterations) - low
         number += len(numbers)
-    places = _places(tracks, rank_of, width)
-    _place_stages(records, places)
+    notices.extend(Notice("step-cut", f"step {step} is in no figure: {why}", files[0]) for step, why in cut.items())
+    places = _places([t for t in tracks if t.iterations], rank_of, width)
+    uneven = _uneven(places)
+    if uneven:
+        notices.append(Notice("stages-unclear", uneven, files[0]))
+    else:
+        _place_stages(records, places)
     _unmarked(records, groups, notices, files[0])
-    return Job("megatronapp", tuple(files), records, places, steps, "megatron", groups, notices)
+    return Job(
+        "megatronapp", tuple(files), records, places, steps, "megatron", groups, notices, cut_steps=cut
+    )  # fmt: skip
+
+
+def _why_cut(batch: list[_Track], iteration: int) -> str:
+    ranks = ", ".join(str(t.pid) for t in batch if iteration in t.cut())
+    return f"iteration {iteration} is cut, without a mark of its begin or its end on rank {ranks}"
 
 
 def _alike(tracks: list[_Track]) -> bool:
@@ -229,7 +254,8 @@ def _iteration(
     records: list[Record], steps: dict[tuple[int, int], tuple[int, int]], groups: list[tuple[int, int]],
 ) -> None:  # fmt: skip
     low, high = track.limits(iteration)
-    steps[(rank, step)] = (low + shift, high + shift)
+    if step >= 0:
+        steps[(rank, step)] = (low + shift, high + shift)
     for name, start, end, args in track.iterations[iteration]:
         lane, kind = KINDS.get(name, (Lane.RANGE, Kind.OTHER))
         if name.startswith(_MESSAGES):
@@ -243,7 +269,7 @@ def _iteration(
             )
         )  # fmt: skip
     reduce = track.reduces.get(iteration)
-    if reduce is not None and reduce < high:
+    if reduce is not None and reduce < high and step >= 0:
         groups.append((step, len(records)))
         limits = (reduce + shift, high + shift)
         records.append(Record(rank, step, Lane.WAIT, Kind.COLLECTIVE, *limits, "reduce", group="iteration end"))
@@ -260,6 +286,16 @@ def _places(tracks: list[_Track], rank_of: dict[int, int], width: int) -> dict[i
         out[rank] = Place(pp, seen[(pp, tp)] * width + tp, tp, f"rank {rank} (iterations from 0)")
         seen[(pp, tp)] += 1
     return out
+
+
+def _uneven(places: dict[int, Place]) -> str:
+    """Why it cannot be told which pipeline a rank is of: of some position fewer ranks are there than of others."""
+    count = Counter(place.pp for place in places.values())
+    positions = range(max(count) + 1)
+    if len({count[pp] for pp in positions if count[pp]}) <= 1:
+        return ""
+    listed = ", ".join(f"{count[pp]} of position {pp}" for pp in positions[:8])
+    return f"ranks have no trace ({listed}): which of the pipelines a rank is of, and so its stage, is not known"
 
 
 def _place_stages(records: list[Record], places: dict[int, Place]) -> None:

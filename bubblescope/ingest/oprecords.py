@@ -14,6 +14,7 @@ import numpy as np
 
 from bubblescope.algebra.stats import usual
 from bubblescope.errors import InputError
+from bubblescope.ingest.part import missing
 from bubblescope.model import Clock, Kind, Lane, Layout, Links, Names, Notice, Run, Source, SpanBuilder
 
 _INPUT = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -49,7 +50,8 @@ class Place:
 
 @dataclass(eq=False)
 class Job:
-    """What a reader found. steps: (rank, step) -> its limits. collectives: (instance number, place in `records`)."""
+    """What a reader found. steps: (rank, step) -> its limits; those of `cut_steps` are not whole, and why.
+    collectives: (instance number, place in `records`)."""
 
     format: str
     files: tuple[str, ...]
@@ -60,6 +62,7 @@ class Job:
     collectives: Sequence[tuple[int, int]] = ()
     notices: list[Notice] = field(default_factory=list)
     inferred: Mapping[str, str] = field(default_factory=dict)
+    cut_steps: Mapping[int, str] = field(default_factory=dict)
 
 
 def build(job: Job) -> Run:
@@ -83,14 +86,16 @@ def build(job: Job) -> Run:
     if not messages and all(r.stage >= 0 for r in work):
         links, count = _derived(job, rows, names, links)
         notices.extend(_derived_notice(count))
+    layout = _layout(job, work, names)
+    notices.extend(missing(layout))
     return Run(
         spans=rows.build(),
         names=names,
-        layout=_layout(job, work, names),
+        layout=layout,
         links=links,
         clock=Clock(),
         notices=tuple(notices),
-        source=Source(job.format, job.files, "events"),
+        source=Source(job.format, job.files, "events", {"cut_steps": dict(job.cut_steps)}),
     )
 
 
@@ -117,7 +122,7 @@ def _derived(job: Job, rows: SpanBuilder, names: Names, links: Links) -> tuple[L
     for record in job.records:
         forward = record.kind == Kind.FORWARD
         source = record.stage + (-1 if forward else 1)
-        if record.kind not in _INPUT or not 0 <= source <= last:
+        if record.kind not in _INPUT or not 0 <= source <= last or record.step < 0:
             continue
         replica = job.places[record.rank].replica
         producer = made.get((replica, record.step, forward, source, record.microbatch))
@@ -151,7 +156,7 @@ def _free_since(job: Job) -> dict[int, int]:
     """id of each operation -> when its rank had nothing else to do before it."""
     out: dict[int, int] = {}
     reach: dict[tuple[int, int], int] = {}
-    work = (r for r in job.records if r.lane == Lane.COMPUTE)
+    work = (r for r in job.records if r.lane == Lane.COMPUTE and r.step >= 0)
     for record in sorted(work, key=lambda r: (r.rank, r.start_ns, r.end_ns)):
         key = (record.rank, record.step)
         free = reach.get(key, job.steps[key][0])

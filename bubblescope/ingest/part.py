@@ -67,7 +67,7 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     del spans
     spans = Spans.remade(columns, lambda _, column: column if is_one_value(column) else column[order])
     layout = _layout(parts, names, seen)
-    notices.extend(_missing(layout))
+    notices.extend(missing(layout))
     spans, agreed = _agree_on_steps(spans, parts)
     timings = {p.timing for p in parts}
     return Run(
@@ -269,18 +269,15 @@ def _layout(parts: list[Part], names: Names, seen: list[int]) -> Layout:
     )  # fmt: skip
 
 
-def _missing(layout: Layout) -> list[Notice]:
-    missing = layout.missing_ranks
-    if not missing:
+def missing(layout: Layout) -> list[Notice]:
+    """A Notice about ranks without a trace."""
+    lacking = layout.missing_ranks
+    if not lacking:
         return []
-    shown = ", ".join(map(str, missing[:8])) + (f", … ({len(missing)} in all)" if len(missing) > 8 else "")
-    return [
-        Notice(
-            "rank-missing",
-            f"{len(missing)} of {layout.world_size} ranks have no trace: {shown}; what waits for them cannot be "
-            "split into causes",
-        )
-    ]
+    shown = ", ".join(map(str, lacking[:8])) + (f", … ({len(lacking)} in all)" if len(lacking) > 8 else "")
+    of = f"{layout.world_size}" if layout.world_size is not None else f"at least {int(layout.ranks.max()) + 1}"
+    message = f"{len(lacking)} of {of} ranks have no trace: {shown}; what waits for them cannot be split into causes"
+    return [Notice("rank-missing", message)]
 
 
 def _agree_on_steps(spans: Spans, parts: list[Part]) -> tuple[Spans, list[Notice]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bubblescope.label import flow, generic, messages, ranges, schedule, structure
+from bubblescope.label import flow, generic, lacking, messages, ranges, schedule, structure
 from bubblescope.model import Run
 
 Pass = Callable[[Run], Run]
@@ -24,6 +24,7 @@ LABELS: list[Pass] = [
     generic.label_chunks,
     generic.label_microbatch_count,
     structure.forget_open,
+    lacking.label,
     schedule.label,
 ]
 """In this order: the surest evidence first. Each only fills what is still open."""

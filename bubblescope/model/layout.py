@@ -50,7 +50,11 @@ class Layout:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks that the world size promises and no file showed."""
-        if self.world_size is None:
-            return []
-        return sorted(set(range(self.world_size)) - {int(r) for r in self.ranks})
+        """Ranks that the world size promises and no file showed; where it is not known, those between the seen ones.
+
+        >>> Layout(ranks=np.array([1, 3])).missing_ranks, Layout(ranks=np.array([1, 3]), world_size=5).missing_ranks
+        ([2], [0, 2, 4])
+        """
+        seen = {int(r) for r in self.ranks}
+        between = range(min(seen, default=0), max(seen, default=0))
+        return sorted(set(between if self.world_size is None else range(self.world_size)) - seen)

@@ -184,8 +184,9 @@ def build(run: Run, options: ReportOptions | None = None) -> Report:
         work = run.spans.where(lane=Lane.COMPUTE) & (run.spans.step >= 0)
         if run.spans.where(kind=Kind.STEP).any() and not work.any():
             hint = "steps are marked, and nothing was recorded that ran in them: record the devices' activity, too"
+        cut = list(run.source.details.get("cut_steps", {}).values())
         raise InputError(
-            "no finished training step with device activity was found",
+            "no finished training step with device activity was found" + (f": {cut[0]}" if cut else ""),
             hint=hint,
             where=", ".join(run.source.files[:3]),
         )

@@ -413,13 +413,11 @@ def _trust(data: dict[str, Any]) -> Iterable[Trust]:
 def _trust_ranks(data: dict[str, Any]) -> Trust:
     seen, world = len(value(data, "source", "ranks") or []), value(data, "source", "world_size")
     missing = value(data, "source", "missing_ranks") or []
-    if world is None:
-        return Trust("ranks", f"{seen:,} seen, world size unknown", False)
-    text = f"{seen:,} of {world:,} seen"
+    text = f"{seen:,} seen, world size unknown" if world is None else f"{seen:,} of {world:,} seen"
     if missing:
         listed = ", ".join(str(r) for r in missing[:5]) + (" …" if len(missing) > 5 else "")
         text += f", missing {listed}"
-    return Trust("ranks", text, not missing)
+    return Trust("ranks", text, world is not None and not missing)
 
 
 def _trust_steps(data: dict[str, Any]) -> Trust:

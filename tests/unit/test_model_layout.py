@@ -20,8 +20,11 @@ def test_missing_ranks_are_those_the_world_size_promises() -> None:
     assert Layout(ranks=np.array([0, 2]), world_size=4).missing_ranks == [1, 3]
 
 
-def test_without_a_world_size_no_rank_is_called_missing() -> None:
-    assert Layout(ranks=np.array([0, 2])).missing_ranks == []
+def test_without_a_world_size_only_ranks_between_those_seen_are_missing() -> None:
+    """A job numbers its ranks without holes; how many come after the last one, nobody says."""
+    assert Layout(ranks=np.array([0, 2])).missing_ranks == [1]
+    assert Layout(ranks=np.array([2, 3])).missing_ranks == []
+    assert Layout().missing_ranks == []
 
 
 def test_the_error_bar_is_the_widest_half_width() -> None:

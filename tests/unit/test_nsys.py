@@ -103,6 +103,20 @@ def test_one_file_per_rank_takes_its_rank_from_the_name(tmp_path: Path) -> None:
     assert run.layout.inferred["ranks"] == "file name"
 
 
+@pytest.mark.parametrize("names", ["rank{}.sqlite", "{}.sqlite"])
+def test_a_stage_without_an_export_is_named(tmp_path: Path, names: str) -> None:
+    """By its rank, where the file names tell ranks, and by its stage."""
+    for rank, document in documents(ranges="runtime", metadata=False).items():
+        if rank != 1:
+            nsys_gen.write(tmp_path / names.format(rank), {rank: document}, Export(init=False, blobs=False))
+    data = build(prepare(read(tmp_path))).data
+    assert data["pipeline"]["stages"] == 4
+    assert data["source"]["missing_ranks"] == [1]
+    said = {w["code"]: w["message"] for w in data["source"]["warnings"]}
+    assert said["rank-missing"].startswith("1 of at least 4 ranks have no trace: 1;")
+    assert said["stage-missing"].startswith("stage 1 has no rank that is known;")
+
+
 def test_a_copy_of_an_export_counts_once_and_is_named(tmp_path: Path) -> None:
     docs = documents(ranges="runtime")
     nsys_gen.write(tmp_path / "node0.sqlite", {r: docs[r] for r in (0, 1)}, Export(init=False))

@@ -131,6 +131,62 @@ def test_a_trace_cut_short_gives_what_is_whole(tmp_path: Path, share: float) -> 
     assert 0 < int((run.spans.kind == Kind.FORWARD).sum()) < len(TRUTH.ops)
 
 
+@pytest.mark.parametrize("cut", ["end", "begin"])
+def test_an_iteration_that_is_cut_is_in_no_figure(tmp_path: Path, cut: str) -> None:
+    """Of one rank the last, or the first, events of one iteration are lost."""
+    step = 2 if cut == "end" else 0
+    mine = [e for e in marks(TRUTH) if (e["pid"], e["args"]["iteration"]) == (1, step)]
+    gone = sorted(mine, key=lambda e: e["ts"])[-4:] if cut == "end" else sorted(mine, key=lambda e: e["ts"])[:4]
+    (tmp_path / "x.json").write_text(json.dumps([e for e in marks(TRUTH) if e not in gone]))
+    (tmp_path / "whole.json").write_text(json.dumps(marks(TRUTH)))
+    data, whole = report(tmp_path / "x.json"), report(tmp_path / "whole.json")
+    (said,) = [w["message"] for w in data["source"]["warnings"] if w["code"] == "step-cut"]
+    assert said.startswith(f"step {step} is in no figure: iteration {step} is cut")
+    assert data["steps"]["analysed"] == 2
+    assert [s["index"] for s in data["steps"]["skipped"]] == [step]
+    assert data["steps"]["seconds_median"] == pytest.approx(whole["steps"]["seconds_median"], rel=0.01)
+    assert data["bubble"]["fraction"] == pytest.approx(whole["bubble"]["fraction"], abs=0.005)
+
+
+def test_a_cut_recording_of_several_costs_only_itself(tmp_path: Path) -> None:
+    """Tracks of a rank that do not run alike are recordings of their own."""
+    slower = [{**e, "tid": 1, "ts": e["ts"] * 2} for e in marks(TRUTH)]
+    ends = [e for e in slower if e["name"] != "iteration end"]
+    (tmp_path / "x.json").write_text(json.dumps([*marks(TRUTH), *ends]))
+    data = report(tmp_path / "x.json")
+    assert data["steps"]["analysed"] == 3
+    assert data["steps"]["seconds_median"] == pytest.approx(
+        TRUTH.windows[1][1] / 1e9 - TRUTH.windows[0][1] / 1e9, rel=0.02
+    )
+    assert [s["index"] for s in data["steps"]["skipped"]] == [3, 4, 5]
+
+
+def test_a_trace_of_cut_iterations_alone_is_refused_for_that(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([e for e in marks(TRUTH) if e["name"] != "iteration end"]))
+    with pytest.raises(InputError, match=r"no finished training step.*: iteration 0 is cut"):
+        report(tmp_path / "x.json")
+
+
+def test_a_rank_without_a_trace_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([e for e in marks(TRUTH) if e["pid"] != 1]))
+    data = report(tmp_path / "x.json")
+    assert data["source"]["missing_ranks"] == [1]
+    assert data["bubble"]["fraction"] is None
+    codes = {w["code"] for w in data["source"]["warnings"]}
+    assert {"rank-missing", "stage-missing"} <= codes
+
+
+def test_which_pipeline_a_rank_is_of_is_not_guessed_where_one_is_missing(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are stage 0 of two pipelines, 2 and 3 stage 1, and so on; 2 has no trace."""
+    double = [{**e, "pid": 2 * e["pid"] + replica} for e in marks(TRUTH) for replica in (0, 1)]
+    (tmp_path / "x.json").write_text(json.dumps([e for e in double if e["pid"] != 2]))
+    run = prepare(read(tmp_path / "x.json"))
+    assert not run.layout.stage_rank
+    (said,) = [n.message for n in run.notices if n.code == "stages-unclear"]
+    assert said.startswith("ranks have no trace (2 of position 0, 1 of position 1, 2 of position 2")
+    assert build(run).data["bubble"]["fraction"] is None
+
+
 @pytest.mark.parametrize(
     "bad",
     ['[{"pp_rank": 0}]', '["pp_rank"]', '[{"name": "iteration begin", "ph": "i", "pid": "x", "ts": 1}]',
