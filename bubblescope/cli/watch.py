@@ -98,7 +98,8 @@ def watch(
 
     target = Path(checks.path("PATH", path))
     if not target.exists():
-        raise InputError("there is no such file or folder", hint="give the folder that the job records to", where=path)
+        hint = f"give the folder that the job records to; before the job starts: mkdir -p {path}"
+        raise InputError("there is no such file or folder", hint=hint, where=path)
     check_token(host, token)
     if prometheus_port == port != 0:
         raise UsageError(
@@ -112,8 +113,7 @@ def watch(
     outputs = Outputs(textfile, json_to, parse_labels(labels))
     tell = _teller(watcher, outputs)
     if once:
-        while watcher.refresh():
-            pass
+        watcher.read_all()
         tell()
         if watcher.snapshot.report is None:
             raise _nothing_to_show(watcher.snapshot)

@@ -191,7 +191,7 @@ def _now(data: dict[str, Any], make: _Family) -> Iterator[Metric]:
         rows += [
             ((*own, cause), gpu["causes"][cause])
             for cause in CAUSES
-            if value(data, "causes", cause, "sure") != "unavailable"
+            if gpu["causes"][cause] is not None
         ]
     text = "Signed idle time of a cause per step, over the last steps; negative where it shortens the waiting."
     yield make.gauge("bubblescope_cause_seconds", text, rows, *RANK, "cause")

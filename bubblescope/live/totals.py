@@ -12,7 +12,6 @@ from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
 from bubblescope.replay.causes import CAUSES
 from bubblescope.report.facts import stage_of
-from bubblescope.report.tables import step_seconds
 
 Float = NDArray[np.float64]
 
@@ -79,7 +78,7 @@ class Totals:
         lost = np.where(unknown, a.idle.idle_ns[rows], a.bubble_ns[rows]) * NS
         self.lost_s += float(np.maximum(lost, 0.0).sum())
         self.window_s += float(a.idle.window_ns[rows].sum()) * NS
-        self._add_steps(a, np.unique(w.step[rows]))
+        self._add_steps(a, rows)
 
     def _add_gpus(self, a: Attribution, rows: NDArray[np.int64], idle: Float) -> None:
         for i, row in enumerate(rows):
@@ -92,15 +91,15 @@ class Totals:
             gpu.busy += float(a.idle.busy_ns[row]) * NS
             gpu.idle += idle[i]
 
-    def _add_steps(self, a: Attribution, steps: NDArray[np.int64]) -> None:
-        number, length = step_seconds(a)
-        for step in steps:
-            seconds = float(length[np.searchsorted(number, step)])
+    def _add_steps(self, a: Attribution, rows: NDArray[np.int64]) -> None:
+        steps, where = np.unique(a.windows.step[rows], return_inverse=True)
+        lengths = np.bincount(where, a.idle.window_ns[rows] * NS) / np.bincount(where)
+        for seconds in lengths:
             self.buckets[int(np.searchsorted(BUCKETS, seconds))] += 1
-            self.steps += 1
-            self.step_seconds += seconds
-            if self.first_step < 0:
-                self.first_step = int(step)
+        self.steps += len(steps)
+        self.step_seconds += float(lengths.sum())
+        if self.first_step < 0:
+            self.first_step = int(steps[0])
 
 
 def only_warmup(a: Attribution) -> bool:

@@ -126,6 +126,7 @@ class Watcher:
         self._restarts = 0
         self._errors = 0
         self._pass_seconds = 0.0
+        self._last_look = False
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -147,6 +148,12 @@ class Watcher:
             self._run(todo)
         self._publish()
         return todo is not None or self._can_read_on()
+
+    def read_all(self) -> None:
+        """Everything that is there, for who will not look again: a job of which nothing is heard counts as ended."""
+        self._last_look = True
+        while self.refresh():
+            pass
 
     # ---- which files, which steps
 
@@ -214,9 +221,11 @@ class Watcher:
         return self._now() - file.heard > limit
 
     def _over(self) -> bool:
-        """Whether no rank is expected to write any more."""
+        """Whether no rank is expected to write any more. While all of them are silent the job may be stopped, and go on
+        later with steps that some ranks have written already."""
         files = self._current.values()
-        return bool(files) and all(not f.behind and (f.end is not None or self._is_silent(f)) for f in files)
+        quiet = all(not f.behind and (f.end is not None or self._is_silent(f)) for f in files)
+        return quiet and (self._last_look or any(f.end is not None for f in files)) and bool(files)
 
     def _can_read_on(self) -> bool:
         return any(file.behind and not self.follower.full(file) for file in self._current.values())

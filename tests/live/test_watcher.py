@@ -183,6 +183,59 @@ def test_a_job_of_which_nothing_is_heard_is_silent_not_ended(tmp_path: Path, job
     assert {rank.error for rank in found.ranks} == {"RuntimeError: boom"}
 
 
+def test_a_stall_of_a_job_loses_no_step(tmp_path: Path) -> None:
+    """Stopped between the last operations of a step: some ranks have written it, the others do when it goes on."""
+    slow = synthetic.constant(5 * MS, 10 * MS)
+
+    def length(step: int, replica: int, rank: int, action: Any) -> int:
+        return slow(step, replica, rank, action) + 5_000 * MS * (step == 6 and rank == 0 and action.microbatch == 3)
+
+    job, watch = jobs.record(Job(steps=12, comm=MS // 5, origin=10 * MS), length), Watch(tmp_path)
+    for step in range(6):
+        job.write(tmp_path, [step])
+        watch.look()
+    job.write(tmp_path, [6], [1, 2, 3])
+    for _ in range(4):
+        watch.time += 5
+        watch.look()
+    assert watch.look().state == "silent"
+    job.write(tmp_path, [6], [0])
+    for step in range(7, 12):
+        job.write(tmp_path, [step])
+        watch.look()
+    job.end(tmp_path)
+    found, whole = watch.look(), Watch(tmp_path).look()
+    assert found.errors == 0
+    assert found.totals.steps == 11
+    assert _counted(found) == pytest.approx(_analysed(tmp_path), abs=1e-6)
+    assert found.totals.lost_s == pytest.approx(whole.totals.lost_s, rel=1e-6)
+    assert found.totals.buckets == whole.totals.buckets and found.totals.step_seconds > 5.0
+
+
+def test_a_last_step_that_a_rank_lacks_has_its_own_length(tmp_path: Path, job: Recorded) -> None:
+    """It is not replayed, so it is none of the steps that figures are means over."""
+    job.write(tmp_path, range(6))
+    job.write(tmp_path, [6], [0, 1, 3])
+    job.end(tmp_path)
+    found = Watch(tmp_path, WatchOptions(steps=20)).look()
+    assert found.errors == 0 and found.totals.steps == 6
+    windows = found.report.attribution.windows
+    length = windows.end_ns - windows.start_ns
+    assert found.totals.step_seconds == pytest.approx(
+        sum(length[windows.step == step].mean() for step in range(1, 7)) / 1e9
+    )
+
+
+def test_of_a_killed_job_the_last_step_counts_for_who_looks_once(tmp_path: Path, job: Recorded) -> None:
+    watch = Watch(tmp_path)
+    job.write(tmp_path, range(6))
+    watch.look()
+    watch.time += 60
+    assert watch.look().totals.steps == 4
+    watch.watcher.read_all()
+    assert watch.watcher.snapshot.totals.steps == 5
+
+
 @pytest.mark.parametrize("suffix", [".99", ""])
 def test_when_a_job_starts_anew_all_watchers_show_its_newest_run(tmp_path: Path, job: Recorded, suffix: str) -> None:
     watch = Watch(tmp_path)
