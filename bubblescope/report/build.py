@@ -118,6 +118,11 @@ class Report:
         return tables.stage_balance(self.attribution)
 
     @cached_property
+    def slowdowns(self) -> dict[int, float]:
+        """{rank: how many times the other replicas of its stages it takes}, of ranks that have replicas."""
+        return tables.slowdowns(self.attribution)
+
+    @cached_property
     def gpus(self) -> pd.DataFrame:
         return tables.flat(self.data["gpus"])
 

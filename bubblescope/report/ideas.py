@@ -23,8 +23,6 @@ from bubblescope.report.facts import Shape
 
 WORTH_SAYING = 0.01
 """Share of the step below which two predictions count as one."""
-UNEVEN = 1.005
-"""A stage that takes less than so many times the mean of the others takes as long as they do: "1.00×"."""
 EVEN = "work can be split evenly over the stages"
 ONE_REPLICA = "stage {} is slow because of its layers, not its GPU: with one replica the two look the same"
 
@@ -101,20 +99,16 @@ SAME = "everything else stays as measured"
 def replace_node(b: Basis) -> Iterator[Idea]:
     """The slowest replica of a stage reaches the median of the stage."""
     saved = b.first_in.get("slow_worker", 0.0)
-    bases = b.attribution.bases
-    if saved <= 0 or bases is None:
+    slowdown = tables.slowdowns(b.attribution)
+    worst = max(slowdown, key=lambda rank: slowdown[rank], default=-1)
+    if saved <= 0 or slowdown.get(worst, 0.0) < tables.UNEVEN:
         return
-    ranks = np.unique(bases.rank)
-    mine = [bases.rank == r for r in ranks]
-    over = [float((bases.worker - bases.by_stage)[m].sum() / bases.by_stage[m].sum()) for m in mine]
-    worst = int(np.argmax(over))
     yield Idea(
-        f"Replace or inspect the node of rank {int(ranks[worst])}: it computes {over[worst]:.0%} slower than its "
-        "replicas",
+        f"Replace or inspect the node of rank {worst}: it takes {slowdown[worst]:.2f}× the other replicas of its stage",
         "node",
         b.measured - saved,
         saved,
-        {"rank": int(ranks[worst]), "slowdown": 1 + over[worst]},
+        {"rank": worst, "slowdown": slowdown[worst]},
         ("every slow worker reaches the median of its stage", SAME),
     )
 
@@ -164,7 +158,7 @@ def rebalance(b: Basis) -> Iterator[Idea]:
         b.found.append(Refusal("Move layers between stages", str(error)))
         return
     if cut is None:
-        if saved > 0 and ratio >= UNEVEN:
+        if saved > 0 and ratio >= tables.UNEVEN:
             yield Idea(
                 f"Move layers off stage {slow}: it takes {ratio:.2f}× the mean of the other stages",
                 "partition",
@@ -247,14 +241,8 @@ def _unevenness(a: Attribution) -> tuple[int, float, list[float]] | None:
     """The slowest stage (GPU of the pipeline, all its chunks together), how often it takes the mean of the others, and
     seconds per micro-batch of each."""
     table = tables.stage_balance(a)
-    columns = table[["F_s", "B_s", "I_s", "W_s", "loss_s"]].to_numpy(dtype=np.float64)
-    position = table["position"].to_numpy(dtype=np.int64)
-    work = np.bincount(position, np.nan_to_num(columns).sum(axis=1)) if len(position) else np.empty(0)
-    if len(work) < 2:
-        return None
-    worst = int(work.argmax())
-    others = float(np.delete(work, worst).mean())
-    return worst, float(work[worst]) / others if others > 0 else 1.0, work.tolist()
+    slowest = tables.slowest_stage(table)
+    return None if slowest is None else (*slowest, list(tables.position_work(table).values()))
 
 
 # --- other orders -----------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.algebra.intervals import rows_by
 from bubblescope.align.match import same_clock, wait_transfer
 from bubblescope.analysis.operations import PHASES
 from bubblescope.model import Kind, Lane
@@ -327,3 +329,57 @@ def stage_balance(a: Attribution) -> pd.DataFrame:
                 value = float(a.bases.by_stage[mine][0]) * NS if mine.any() else float("nan")
             columns[name].append(value)
     return frame(columns)
+
+
+UNEVEN = 1.005
+"""What takes less than so many times the mean of the others takes as long as they do: "1.00×"."""
+
+
+def stage_work(balance: pd.DataFrame) -> dict[int, float]:
+    """Base seconds per micro-batch of each virtual stage of `stage_balance`: forward, loss and backward. The backward
+    is B, or I and W together; of a stage that runs some of its micro-batches either way it is the mean of the two.
+    """
+    import pandas as pd
+
+    split = balance[["I_s", "W_s"]].sum(axis=1, min_count=1)
+    backward = pd.concat([balance["B_s"], split], axis=1).mean(axis=1)
+    work = pd.concat([balance[["F_s", "loss_s"]], backward], axis=1).sum(axis=1, min_count=1).dropna()
+    return dict(zip(balance["stage"].loc[work.index].astype(int).tolist(), work.tolist(), strict=True))
+
+
+def position_work(balance: pd.DataFrame) -> dict[int, float]:
+    """`stage_work` of each GPU of the pipeline, its chunks together."""
+    position = dict(zip(balance["stage"], balance["position"], strict=True))
+    work: dict[int, float] = {}
+    for stage, seconds in stage_work(balance).items():
+        work[int(position[stage])] = work.get(int(position[stage]), 0.0) + seconds
+    return dict(sorted(work.items()))
+
+
+def slowest_stage(balance: pd.DataFrame) -> tuple[int, float] | None:
+    """The GPU of the pipeline with most work per micro-batch, and how many times the mean of the others it takes; None
+    with fewer than two."""
+    work = position_work(balance)
+    if len(work) < 2:
+        return None
+    slowest = max(work, key=lambda position: work[position])
+    others = float(np.mean([w for position, w in work.items() if position != slowest]))
+    return (slowest, work[slowest] / others) if others > 0 else None
+
+
+def slowdowns(a: Attribution) -> dict[int, float]:
+    """{rank: how many times the other replicas of its stages it takes}, of every rank that has replicas.
+
+    By base times per micro-batch: those of single operations that take long, or hold a wait for other replicas (a
+    gradient reduction within the last backward), count for nothing. Worked example: of two replicas one takes 15 ms
+    for F and 30 ms for B, the other 30 and 60: 0.5 and 2.
+    """
+    if a.bases is None:
+        return {}
+    own, others = defaultdict[int, float](float), defaultdict[int, float](float)
+    for _, rows in rows_by(a.bases.stage * (max(Kind) + 1) + a.bases.kind):
+        for i, row in enumerate(rows) if len(rows) > 1 else ():
+            rank = int(a.bases.rank[row])
+            own[rank] += float(a.bases.worker[row])
+            others[rank] += float(np.median(a.bases.worker[np.delete(rows, i)]))
+    return {rank: own[rank] / others[rank] for rank in sorted(own) if others[rank] > 0}

@@ -12,6 +12,7 @@ class ReportLike(Protocol):
 
     data: report.json as CONTRACT.md has it. ops, gaps, device (kernels), messages: rows in seconds from the start of
     the first analysed window. ideal: the operations of one replayed ideal step, may be empty.
+    slowdowns: as `bubblescope.report.tables.slowdowns` has them.
     """
 
     @property
@@ -38,3 +39,5 @@ class ReportLike(Protocol):
     def ideal(self) -> pd.DataFrame: ...
     @property
     def stage_balance(self) -> pd.DataFrame: ...
+    @property
+    def slowdowns(self) -> dict[int, float]: ...

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bubblescope.replay.causes import INTRINSIC_CAUSES, OUTSIDE_PIPELINE
+from bubblescope.report.tables import UNEVEN, slowest_stage
 from bubblescope.views import format as fmt
 from bubblescope.views.words import CAUSES
 
@@ -196,7 +197,7 @@ def _lost(data: dict[str, Any]) -> str:
 
 def _judging(data: dict[str, Any]) -> str:
     """Says when a few GPUs stand for all."""
-    seen = len(data.get("gpus") or [])
+    seen = len(told_gpus(data))
     if not 0 < seen < gpu_count(data):
         return ""
     return f", judging by the {seen:,} seen" if seen > 1 else ", judging by the only one seen"
@@ -268,14 +269,11 @@ def _because(report: ReportLike, name: str) -> str:
     if name == "schedule":
         return _because_schedule(report.data)
     if name == "stage_imbalance":
-        slow = slowest_stage(report)
-        if slow is not None:
-            return f"stage {slow[0]} is {_times(slow[1])} slower than the others"
-        return "some stages have more work than others"
+        return _because_stages(report)
     if name == "slow_worker":
-        worker = slowest_worker(report.data)
-        if worker is not None:
-            return f"GPU {worker[0]} is {_times(worker[1])} slower than the other replicas of its stage"
+        rank = max(report.slowdowns, key=lambda r: report.slowdowns[r], default=None)
+        if rank is not None and report.slowdowns[rank] >= UNEVEN:
+            return f"GPU {rank} is {_times(report.slowdowns[rank])} slower than the other replicas of its stage"
         return "some GPUs are slower than the other replicas of their stage"
     return _SIMPLE[name]
 
@@ -286,6 +284,16 @@ def _times(ratio: float) -> str:
 
 def pipeline_seen(data: dict[str, Any]) -> dict[str, Any]:
     """The pipeline that was analysed, whatever the user said of it for the closed form."""
+def _because_stages(report: ReportLike) -> str:
+    slowest = slowest_stage(report.stage_balance)
+    if slowest is None:
+        return "some stages have more work than others"
+    if slowest[1] >= UNEVEN:
+        return f"stage {slowest[0]} is {_times(slowest[1])} slower than the others"
+    parts = "input and weight gradients" if report.stage_balance["W_s"].notna().any() else "backward"
+    return f"stages that take equally long in all divide it differently into forward, {parts}"
+
+
     return {**(data.get("pipeline") or {}), **(value(data, "pipeline", "overruled") or {})}
 
 
@@ -296,16 +304,6 @@ def _because_schedule(data: dict[str, Any]) -> str:
     if stages and m:
         return f"{schedule} with {stages} stages and {m} micro-batches needs that long to fill and drain"
     return f"{schedule} needs that long to fill and drain"
-
-
-def stage_work(report: ReportLike) -> dict[int, float]:
-    """Base seconds per micro-batch of each stage: F plus B, or F plus I plus W where B is split."""
-    work: dict[int, float] = {}
-    for row in report.stage_balance.to_dict("records"):
-        parts = [float(row[c]) for c in ("F_s", "B_s", "I_s", "W_s") if _finite(row.get(c))]
-        if parts:
-            work[int(row["stage"])] = sum(parts)
-    return work
 
 
 def _finite(number: Any) -> bool:

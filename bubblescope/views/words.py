@@ -30,8 +30,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("schedule_steady", "schedule, steady", "#4a90e2", "x", "schedule",
           "Waiting that the order of operations forces between fill and drain. Intrinsic, like warmup."),
     Cause("stage_imbalance", "stage imbalance", "#d55e00", "", "imbalance",
-          "Waiting because some stages have more work per micro-batch than others. Negative where a busier stage "
-          "idles less than it would in a balanced pipeline."),
+          "Waiting because some stages have more work per micro-batch than others, or divide theirs differently "
+          "into F, I and W. Negative where a busier stage idles less than it would in a balanced pipeline."),
     Cause("slow_worker", "slow worker", "#b84a00", ".", "imbalance",
           "Waiting because one GPU is slower than the other replicas of the same stage."),
     Cause("transient", "transient", "#e0702a", "-", "imbalance",

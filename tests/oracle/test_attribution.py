@@ -114,6 +114,35 @@ def test_one_stage_has_no_bubble_and_waits_for_its_slow_replica() -> None:
     assert sentence.endswith("because GPU 2 is 1.5× slower than the other replicas of its stage.")
 
 
+def test_a_slow_gpu_is_named_though_the_last_backward_of_its_replica_holds_the_wait_for_it() -> None:
+    """As DDP's: the gradients are reduced inside the last backward, so rank 1 is as busy there as rank 3 is."""
+
+    def duration(step: int, replica: int, rank: int, action: Action) -> int:
+        base = F if action.kind == Kind.FORWARD else B
+        waits = replica == 0 and action == Action(1, Kind.BACKWARD, 3)
+        return base * (2 if (replica, rank) == (1, 1) else 7 if waits else 1)
+
+    report = build(make_run(Job(stages=2, microbatches=4, replicas=2, sync=1), duration), ReportOptions())
+    busy = {g["rank"]: g["busy"] for g in report.data["gpus"]}
+    assert max(busy, key=lambda rank: busy[rank]) != 3
+    assert report.slowdowns == {0: 1, 1: 0.5, 2: 1, 3: 2}
+    assert "because GPU 3 is 2× slower than the other replicas of its stage" in first_screen(report).sentence
+
+
+def test_equal_stages_that_split_their_backward_differently_are_not_called_slow() -> None:
+    """As torch's first stage under zero-bubble schedules: the whole backward is a W."""
+
+    def duration(step: int, replica: int, rank: int, action: Action) -> int:
+        weight = B - 10 if action.stage == 0 else 10
+        return {Kind.FORWARD: F, Kind.BACKWARD_INPUT: B - weight, Kind.BACKWARD_WEIGHT: weight}[action.kind]
+
+    report = build(make_run(Job("ZBVZeroBubble", 2, 4), duration), ReportOptions())
+    assert report.data["causes"]["stage_imbalance"]["share_of_idle"] > 0.25
+    sentence = first_screen(report).sentence
+    assert "stages that take equally long in all divide it differently into forward, input and weight" in sentence
+    assert "slower" not in sentence
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_phases_of_each_stage_follow_the_closed_form(schedule: str) -> None:
     a = attribute(make_run(Job(schedule, steps=1, optimizer=1), constant(F, B)))

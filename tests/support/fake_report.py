@@ -180,6 +180,7 @@ class FakeReport:
     messages: pd.DataFrame
     ideal: pd.DataFrame
     stage_balance: pd.DataFrame
+    slowdowns: dict[int, float]
     device: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
@@ -435,9 +436,17 @@ def _steps(build: _Builder, gaps: pd.DataFrame, ranks: int) -> pd.DataFrame:
 def _balance(job: Job) -> pd.DataFrame:
     factor = [job.stage_factor.get(s, 1.0) for s in range(job.stages)]
     return pd.DataFrame({
-        "stage": range(job.stages), "F_s": [job.forward * f for f in factor],
+        "stage": range(job.stages), "position": range(job.stages), "loss_s": [math.nan] * job.stages,
+        "F_s": [job.forward * f for f in factor],
         "B_s": [job.backward * f for f in factor], "I_s": [math.nan] * job.stages, "W_s": [math.nan] * job.stages,
     })  # fmt: skip
+
+
+def _slowdowns(build: _Builder) -> dict[int, float]:
+    """Beside other replicas, all of which take the same."""
+    if build.job.replicas < 2:
+        return {}
+    return {rank: build.job.worker_factor.get((replica, stage), 1.0) for rank, replica, stage in build.ranks}
 
 
 def _quantile(values: list[float], q: float) -> float:
@@ -477,7 +486,7 @@ def build(job: Job | None = None) -> FakeReport:
     causes = pd.DataFrame([{"cause": c, **v} for c, v in data["causes"].items()])
     return FakeReport(
         data, ops, gaps, steps, pd.json_normalize(gpus), causes, pd.DataFrame(data["p2p"]),
-        pd.DataFrame(data["advice"]), messages, made.ideal(), _balance(job),
+        pd.DataFrame(data["advice"]), messages, made.ideal(), _balance(job), _slowdowns(made),
     )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bubblescope.replay.causes import INTRINSIC_CAUSES
+from bubblescope.report.tables import stage_work
 from bubblescope.views import format as fmt
 from bubblescope.views.figures.causes import stairs
-from bubblescope.views.summary import stage_causes, stage_work, unavailable, value
+from bubblescope.views.summary import stage_causes, unavailable, value
 from bubblescope.views.words import CAUSE, CAUSES, RATIOS
 
 if TYPE_CHECKING:
@@ -170,18 +171,18 @@ def steps(report: ReportLike) -> Table:
 
 
 def balance(report: ReportLike) -> Table:
-    work = stage_work(report)
+    work = stage_work(report.stage_balance)
     mean = float(np.mean(list(work.values()))) if work else math.nan
     rows = []
     for line in report.stage_balance.to_dict("records"):
         stage = int(line["stage"])
-        parts = (fmt.milliseconds(line[f"{letter}_s"]) for letter in "FBIW")
+        parts = (fmt.milliseconds(line[f"{letter}_s"]) for letter in (*"FBIW", "loss"))
         total = work.get(stage)
         rows.append((
             f"stage {stage}", *parts, fmt.milliseconds(total),
             fmt.MISSING if total is None else f"{total / mean:.2f}×",
         ))  # fmt: skip
-    head = ("Stage", "F", "B", "I", "W", "together", "of the mean")
+    head = ("Stage", "F", "B", "I", "W", "loss", "together", "of the mean")
     return Table("Base time per micro-batch of each stage, in ms.", head, tuple(rows))
 
 
