@@ -310,35 +310,6 @@ def _finite(number: Any) -> bool:
     return number is not None and math.isfinite(float(number))
 
 
-def slowest_stage(report: ReportLike) -> tuple[int, float] | None:
-    """The stage (GPU of the pipeline, its chunks together) with most work per micro-batch, and how often the mean of
-    the others it takes."""
-    position = {int(r["stage"]): int(r.get("position", r["stage"])) for r in report.stage_balance.to_dict("records")}
-    work: dict[int, float] = {}
-    for stage, seconds in stage_work(report).items():
-        work[position[stage]] = work.get(position[stage], 0.0) + seconds
-    if len(work) < 2:
-        return None
-    slowest = max(sorted(work), key=lambda s: work[s])
-    others = float(np.mean([w for s, w in work.items() if s != slowest]))
-    return (slowest, work[slowest] / others) if others > 0 else None
-
-
-def slowest_worker(data: dict[str, Any]) -> tuple[int, float] | None:
-    """The rank whose busy time exceeds the median of its stage most, and how often it takes that median."""
-    by_stage: dict[int, list[tuple[float, int]]] = {}
-    for gpu in data.get("gpus") or []:
-        if gpu.get("busy"):
-            by_stage.setdefault(gpu["stage"], []).append((gpu["busy"], gpu["rank"]))
-    ratios = [
-        (busy / float(np.median([b for b, _ in peers])), rank)
-        for peers in by_stage.values()
-        if len(peers) > 1
-        for busy, rank in peers
-    ]
-    return (max(ratios)[1], max(ratios)[0]) if ratios else None
-
-
 def _fraction_figure(data: dict[str, Any]) -> Figure:
     loss = headline(data)
     if loss is None:
