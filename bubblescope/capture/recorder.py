@@ -39,7 +39,7 @@ SAMPLED_EVERY = 10
 @dataclass(frozen=True)
 class Options:
     """every: record one step in so many; None = all, or one in `SAMPLED_EVERY` where that is safer.
-    warmup: first steps flagged, which analysis leaves out.
+    warmup: first steps flagged, which analysis leaves out; unless it is 0, so is the first one of another schedule.
     max_steps: stop recording after so many recorded steps beside those; None = until stopped.
     framework: whose hooks, a key of `hooks.CHOICES`. ranks: global ranks that record; None = all.
     launched: nobody asked for it in this process (`bubblescope run`): it imports no framework itself, and writes
@@ -88,8 +88,7 @@ class Recorder:
         self.device_known = False
         self.mark: Callable[[], Any] = _no_mark
         self.rule = StepRule(self._open_step, self._close_step)
-        self._layout: dict[str, Any] | None = None
-        self._chunks: dict[int, int] = {}
+        self._layout: dict[str, Any] | None = None  # of the newest layout line
         self._dropped: dict[str, int] = {}
         self._hits: dict[str, int] = {}
         self._own_ns = 0
@@ -240,20 +239,17 @@ class Recorder:
         with self._lock:
             self.rule.work_begins()
 
-    def schedule_begins(self, layout: dict[str, Any], training: bool) -> None:
+    def schedule_begins(self, layout: dict[str, Any], training: bool, first: bool = False) -> None:
         """A schedule call begins. layout: the layout line's fields (see CONTRACT.md "Recording"), with
-        ``stages``, ``microbatches`` and ``device`` {type, index, name}."""
+        ``stages``, ``microbatches`` and ``device`` {type, index, name}. first: this schedule was not called before, so
+        the step is a warm-up: shapes are inferred in it."""
         with self._lock:
             if self._timer is None:
                 device = layout["device"]
                 self.use_device(device["type"], device["index"])
-            if layout is not self._layout and layout != self._layout:
-                self._layout = layout
-                self._chunks = {stage: i for i, stage in enumerate(sorted(layout["stages"]))}
-                if not self._start_writer():
-                    return
-                self.writer.submit(partial(_layout_line, dict(layout)))
-            self.rule.schedule_begins(layout["microbatches"], training)
+            if self._layout is None and not self._tell_layout(layout):
+                return
+            self.rule.schedule_begins(layout, training, first and self.options.warmup > 0)
 
     def schedule_ends(self, failed: bool = False) -> None:
         """The schedule call returned, or raised."""
@@ -285,7 +281,8 @@ class Recorder:
         if not buffer.sampled or not buffer.events:
             return
         buffer.settle(self._label_failed)
-        buffer.chunks = self._chunks
+        if len(buffer.cuts) > 1:
+            self._one_layout(buffer)
         buffer.device = 0 if self._timer is None else self._timer.device_index
         ready = [buffer]
         if self._timer is not None:
@@ -300,9 +297,32 @@ class Recorder:
         if limit is not None and self.recorded_steps - self._warmup_steps >= limit and self.running:
             self.stop()
 
+    def _one_layout(self, buffer: StepBuffer) -> None:
+        """Of a step with several schedule calls."""
+        layouts = [layout for _, _, layout, _ in buffer.cuts]
+        others = [layout for layout in layouts if layout is not layouts[0]]
+        if any(_pipeline(layout) != _pipeline(layouts[0]) for layout in others):
+            buffer.layout = max(layouts, key=lambda layout: int(layout["num_stages"]))
+            self.patches.warn(
+                "a step runs several pipelines, or several schedules: they are recorded as one, and the shape and the "
+                "closed form are those of the one with most stages"
+            )
+
+    def _tell_layout(self, layout: dict[str, Any]) -> bool:
+        """Write what holds for the steps from now on; False when this process does not record."""
+        known, self._layout = self._layout, layout
+        if not self._start_writer():
+            return False
+        if not self.writer.submit(partial(_layout_line, dict(layout))):
+            self._layout = known  # the next step tries again
+        return True
+
     def _submit(self, buffer: StepBuffer) -> None:
         if not self._start_writer():
             return
+        layout = buffer.layout
+        if layout is not None and layout is not self._layout and layout != self._layout:
+            self._tell_layout(layout)
         if not self.writer.submit(partial(self._step_line, buffer)):
             self.drop("queue-full", len(buffer.events))
 
@@ -422,6 +442,11 @@ def _layout_line(layout: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "layout", **layout}
 
 
+def _pipeline(layout: dict[str, Any]) -> dict[str, Any]:
+    """What tells one pipeline from another: the number of micro-batches may change from step to step."""
+    return {key: value for key, value in layout.items() if key != "microbatches"}
+
+
 # ---- the one recorder of this process, and the public functions
 
 _active: Recorder | None = None
@@ -482,7 +507,8 @@ def record(
     Call it in every rank; one folder per job. Recording starts at once, also without ``with``.
     every: record one step in so many; None = all, but one in ten on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where
     timing events may slow the job. warmup: first steps, flagged so that analysis leaves them out (they set up
-    communicators and infer shapes). max_steps: stop by itself after so many recorded steps beside those.
+    communicators and infer shapes); the first one of another schedule is flagged too, unless `warmup` is 0.
+    max_steps: stop by itself after so many recorded steps beside those.
     Raises UsageError on options that make no sense. When this process already records, that recording goes on and
     the handle does nothing.
 

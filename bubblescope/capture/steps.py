@@ -46,12 +46,16 @@ def host_ns(mark: Any) -> int:
     return int(mark if isinstance(mark, int) else mark.host_ns)
 
 
+Cut = tuple[int, int, dict[str, Any], bool]
+"""(first event, microbatch offset, layout, whether it was the first of its schedule) of a schedule call."""
+
+
 @dataclass(slots=True)
 class StepBuffer:
     """What one step collected. index: step number, -1 for evaluation.
 
-    cuts: (first event, microbatch offset) of each schedule call in it, for splitting it later.
-    accumulated: microbatches of the schedule calls so far. chunks: {stage: chunk}. extra: further fields of its line.
+    layout: of its pipeline (see `Recorder.schedule_begins`), None where no schedule call told it. cuts: its schedule
+    calls, for splitting it later. accumulated: microbatches of these so far. extra: further fields of its line.
     """
 
     index: int
@@ -59,14 +63,14 @@ class StepBuffer:
     evaluation: bool = False
     sampled: bool = True
     events: list[Event] = field(default_factory=list)
-    cuts: list[tuple[int, int]] = field(default_factory=list)
+    layout: dict[str, Any] | None = None
+    cuts: list[Cut] = field(default_factory=list)
     offset: int = 0
     accumulated: int = 0
     busy: bool = False
     optimizer_seen: bool = False
     partial: bool = False
     device: int = 0
-    chunks: dict[int, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     settled: int = 0
 
@@ -102,7 +106,7 @@ _HOST_LANES = (Lane.HOST, Lane.RANGE)
 def columns(buffer: StepBuffer) -> dict[str, Any]:
     """The events as columns, a row for each label; `name` and `group` are indices into the line's `texts`.
 
-    >>> buffer = StepBuffer(4, chunks={2: 1})
+    >>> buffer = StepBuffer(4, layout={"stages": [2, 0]})
     >>> buffer.events.append((Lane.COMPUTE, 10, 20, -1, -1, 8, (Label(Kind.FORWARD, 2, 5),)))
     >>> made = columns(buffer)
     >>> made["columns"]["kind"], made["columns"]["chunk"], made["columns"]["microbatch"], made["texts"]
@@ -112,7 +116,8 @@ def columns(buffer: StepBuffer) -> dict[str, Any]:
     rows = [(*event[:-1], label) for event in buffer.events for label in event[-1]]
     lane, start, end, host_start, host_end, offset, labels = zip(*rows, strict=True) if rows else ((),) * 7
     kind, stage, microbatch, name, peer, size, group, seq = zip(*labels, strict=True) if rows else ((),) * 8
-    chunk, device = buffer.chunks.get, buffer.device
+    stages = [] if buffer.layout is None else sorted(buffer.layout["stages"])
+    chunk, device = {s: i for i, s in enumerate(stages)}.get, buffer.device
     made: dict[str, Any] = {
         "kind": [_KIND_TEXT[k] for k in kind],
         "lane": [_LANE_TEXT[x] for x in lane],
@@ -178,13 +183,13 @@ class StepRule:
         elif self._mode == "undecided" and self.current.cuts and self._pending_cut is None:
             self._pending_cut = len(self.current.events)
 
-    def schedule_begins(self, microbatches: int, training: bool) -> None:
-        """A schedule call with that many microbatches begins."""
+    def schedule_begins(self, layout: dict[str, Any], training: bool, first: bool = False) -> None:
+        """A schedule call begins (see `Recorder.schedule_begins`). first: its step is a warm-up too."""
         if self.in_schedule:  # the call before raised, and the job went on
             self.current.partial = True
             self.schedule_ends()
         if not training:
-            self._resting, self.current = self.current, StepBuffer(-1, evaluation=True)
+            self._resting, self.current = self.current, StepBuffer(-1, evaluation=True, layout=layout)
             self.in_schedule = True
             return
         self.work_begins()
@@ -195,8 +200,10 @@ class StepRule:
         cut = len(here.events) if self._pending_cut is None else self._pending_cut
         self._pending_cut = None
         here.offset = here.accumulated
-        here.accumulated += microbatches
-        here.cuts.append((cut, here.offset))
+        here.accumulated += layout["microbatches"]
+        here.cuts.append((cut, here.offset, layout, first))
+        here.layout = layout
+        here.warmup = here.warmup or first
         here.busy = self.in_schedule = True
 
     def schedule_ends(self) -> None:
@@ -217,9 +224,10 @@ class StepRule:
         """No optimizer came: what was taken for one step was one step for each schedule call."""
         whole = self.current
         tail = len(whole.events) if self._pending_cut is None else self._pending_cut
-        starts = [0, *(cut for cut, _ in whole.cuts[1:]), tail]
-        for i, (_, offset) in enumerate(whole.cuts):
+        starts = [0, *(cut[0] for cut in whole.cuts[1:]), tail]
+        for i, (_, offset, layout, first) in enumerate(whole.cuts):
             part = self._make(whole.index + i)
+            part.layout, part.warmup = layout, part.warmup or first
             part.events = [
                 (*event[:5], event[5] - offset, event[6]) for event in whole.events[starts[i] : starts[i + 1]]
             ]

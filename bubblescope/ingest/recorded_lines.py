@@ -71,6 +71,11 @@ class LayoutLine(msgspec.Struct, tag="layout", tag_field="kind"):
     schedule_class: str = ""
     device: Device = msgspec.field(default_factory=Device)
 
+    @property
+    def pipeline(self) -> tuple[object, ...]:
+        """The same for steps of one pipeline, whose number of micro-batches may change."""
+        return (self.stages, self.num_stages, self.pp_ranks, self.stage_ranks, self.schedule, self.schedule_class)
+
 
 class StepLine(msgspec.Struct, tag="step", tag_field="kind"):
     step: int
@@ -105,12 +110,14 @@ _decoder = msgspec.json.Decoder(_Line)
 
 @dataclass
 class File:
-    """What one file said. spans: its rows, once all lines are taken (`rows`: until then); `names` are theirs alone."""
+    """What one file said. layout: the newest; layouts: that of each step. spans: its rows, once all lines are taken
+    (`rows`: until then); `names` are theirs alone."""
 
     path: Path
     header: Header
     layout: LayoutLine | None = None
     steps: list[StepLine] = field(default_factory=list)
+    layouts: list[LayoutLine | None] = field(default_factory=list)
     rows: list[recorded_rows.Rows] = field(default_factory=list)
     spans: Spans = field(default_factory=Spans.empty)
     names: Names = field(default_factory=Names)
@@ -174,6 +181,7 @@ def take(path: Path, raw: bytes, made: File | None) -> tuple[File | None, str]:
         return made, f"a stage out of range of its {made.layout.num_stages}"
     line.columns = NO_COLUMNS
     made.steps.append(line)
+    made.layouts.append(made.layout)
     made.rows.append(rows)
     return made, ""
 

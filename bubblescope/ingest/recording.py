@@ -38,7 +38,7 @@ from bubblescope.model import (
     Spans,
 )
 from bubblescope.model.layers import LayerTime
-from bubblescope.model.notice import some
+from bubblescope.model.notice import counted, some
 
 Int = NDArray[np.int64]
 
@@ -130,6 +130,7 @@ def _assemble(results: Iterable[tuple[str, _Parsed | InputError]], found: list[P
         where = ", ".join(str(p) for p in found[:3])
         raise _nothing("no line of a bubblescope recording can be read", where)
     chosen = _one_per_rank(_one_job(files, notices), notices)
+    _newest_pipeline(chosen, notices)
     _agree_on_pipelines(chosen, notices)
     return _build(chosen, notices, found)
 
@@ -248,6 +249,39 @@ def _one_per_rank(files: list[File], notices: list[Notice]) -> list[File]:
             message = f"rank {rank} wrote {len(group)} files; the newest is read, left out: {left}"
             notices.append(Notice("rank-duplicate", message, str(group[-1].path)))
     return chosen
+
+
+def _newest_pipeline(files: list[File], notices: list[Notice]) -> None:
+    """A job may train one pipeline after another, or several in turn: of each rank the last one counts, and its
+    layout. The steps in which any rank ran another one are left out."""
+    left: dict[int, str] = {}
+    kept: set[str] = set()
+    for file in files:
+        whole = [(s, of) for s, of in zip(file.steps, file.layouts, strict=True) if not (s.partial or s.eval)]
+        if not whole:
+            continue
+        _, newest = next((w for w in reversed(whole) if not w[0].warmup), whole[-1])
+        if newest is not None:
+            file.layout = newest
+            others = [(s, of) for s, of in whole if of is None or of.pipeline != newest.pipeline]
+            left |= {s.step: _in_words(of) for s, of in others}
+            kept.add(_in_words(newest))
+    if not left:
+        return
+    for file in files:
+        file.spans = file.spans.take(~np.isin(file.spans.step, list(left)))
+    steps = some(sorted(left), count_rest=True)
+    message = (
+        f"the job ran several pipelines; the newest is analysed, {' and '.join(sorted(kept))}. Left out: "
+        f"{counted(len(left), 'step')} of {' and '.join(sorted(set(left.values())))} ({steps})"
+    )
+    notices.append(Notice("several-pipelines", message, str(files[0].path.parent)))
+
+
+def _in_words(layout: LayoutLine | None) -> str:
+    if layout is None:
+        return "one that no line describes"
+    return f"{layout.schedule or 'one'} with {counted(layout.num_stages, 'stage')}"
 
 
 def _agree_on_pipelines(files: list[File], notices: list[Notice]) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ _decoder = msgspec.json.Decoder(Header | Layout | _Step | End)
 
 @dataclass
 class RankFile:
-    """One file so far. head: header and layout lines. steps: (step, line) of whole training steps, ascending.
+    """One file so far. head: the header line. layouts: (first step after it, line). steps: (step, line) of whole
+    training steps. Both ascending.
 
     heard: when it last grew, Unix seconds. first_step: of all that were read, None before any. offset: where the next
     line begins. searched: up to where its end was looked for. skipped_bytes: of history that was not read.
@@ -78,7 +80,8 @@ class RankFile:
     header: Header | None = None
     layout: Layout | None = None
     end: End | None = None
-    head: list[bytes] = field(default_factory=list)
+    head: bytes = b""
+    layouts: deque[tuple[int, bytes]] = field(default_factory=deque)
     steps: deque[tuple[int, bytes]] = field(default_factory=deque)
     first_step: int | None = None
     last_step: int = -1
@@ -105,11 +108,14 @@ class RankFile:
         """Drop the lines of steps before this one."""
         while self.steps and self.steps[0][0] < before_step:
             self.held -= len(self.steps.popleft()[1])
+        while len(self.layouts) > 1 and self.layouts[1][0] <= before_step:
+            self.layouts.popleft()
 
     def text(self, first: int, last: int) -> bytes:
         """Header, layout and the steps first..last, as the recorder would have written them."""
-        lines = [*self.head, *(line for step, line in self.steps if first <= step <= last)]
-        return b"".join(line + b"\n" for line in lines)
+        steps = [(step, line) for step, line in self.steps if first <= step <= last]
+        lines = sorted([*self.layouts, *steps], key=itemgetter(0))  # stable: a layout before its first step
+        return b"".join(line + b"\n" for line in (self.head, *(line for _, line in lines)))
 
     def take(self, line: bytes) -> None:
         """Add one whole line."""
@@ -124,10 +130,12 @@ class RankFile:
             self.end = found
         elif isinstance(found, Layout):
             self.layout = found
-            self.head = [*self.head[:1], line]
+            if self.layouts and self.layouts[-1][0] > self.last_step:
+                self.layouts.pop()  # of an evaluation
+            self.layouts.append((self.last_step + 1, line))
         elif self.header is None:
             self.header = found
-            self.head = [line]
+            self.head = line
         else:
             self.bad_lines += 1
 

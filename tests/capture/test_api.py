@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import resource
@@ -79,6 +80,40 @@ def test_a_second_recording_in_a_process_leaves_the_first_alone(
         train(schedule, 1)
     assert "already records" in caplog.text and not (tmp_path / "inner").exists()
     assert set(recording.read(tmp_path / "outer").spans.step.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("warmup", [1, 0])
+def test_a_layout_stands_before_its_first_step_and_that_step_is_a_warm_up(
+    tmp_path: Path, schedule: Any, warmup: int
+) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    with capture.record(tmp_path / "run", warmup=warmup):
+        train(schedule, 2)
+        for microbatches in (2, 4):
+            stage = PipelineStage(torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+            train(ScheduleGPipe(stage, microbatches, loss_fn=torch.nn.MSELoss()), 2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rank-00000.jsonl").read_text().splitlines()]
+    told = [line.get("microbatches", line.get("step")) for line in lines if line["kind"] in ("layout", "step")]
+    assert told == [2, 0, 1, 2, 3, 4, 4, 5]
+    warm = [line["step"] for line in lines if line.get("warmup")]
+    assert warm == ([0, 2, 4] if warmup else [])
+
+
+def test_a_step_of_several_pipelines_says_so(tmp_path: Path, schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage = PipelineStage(torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    other = Schedule1F1B(stage, 4, loss_fn=torch.nn.MSELoss())
+    x = torch.ones(4, 4)
+    with capture.record(tmp_path / "run", warmup=0):
+        for _ in range(2):
+            other.step(x, target=x, losses=[])
+            train(schedule, 1)
+    run = recording.read(tmp_path / "run")
+    assert set(run.spans.step.tolist()) == {0, 1} and run.layout.microbatches == 6
+    assert [n.code for n in run.notices] == ["recorder-warning"]
+    assert caplog.text.count("a step runs several pipelines") == 1
 
 
 def test_an_exception_of_the_job_passes_and_what_was_complete_is_kept(tmp_path: Path, schedule: Any) -> None:

@@ -324,6 +324,56 @@ def test_a_layout_that_takes_ranks_of_a_whole_pipeline_is_not_used(tmp_path: Pat
     assert notice.message.endswith("contradicts other ranks'; it is not used")
 
 
+def in_turn(folder: Path, *layouts: dict[str, object], ranks: int = 2) -> Path:
+    """Two steps under each layout, one after the other, of ranks that each run all its stages' forwards."""
+    for rank in range(ranks):
+        lines = [header(rank, ranks)]
+        for number, changes in enumerate(layouts):
+            of = layout(rank, ranks, **changes)
+            lines.append(of)
+            for k in (2 * number, 2 * number + 1):
+                rows = [{"stage": s, "start_ns": 100 * k + s, "end_ns": 100 * k + s + 1} for s in of["stages"]]
+                lines.append(step(k, rows, warmup=k % 2 == 0))
+        write(folder, rank, *lines, end())
+    return folder
+
+
+OF_FOUR = {"stages": [1, 3], "num_stages": 4, "stage_ranks": [0, 1, 0, 1], "schedule": "Interleaved1F1B"}
+
+
+@pytest.mark.parametrize("others", [[OF_FOUR, {}], [{}, OF_FOUR], [{}, OF_FOUR, {}], [{"schedule": "GPipe"}, {}]])
+def test_of_several_pipelines_the_newest_is_read_and_the_steps_of_others_are_named(
+    tmp_path: Path, others: list[dict[str, object]]
+) -> None:
+    run = recording.read(in_turn(tmp_path, *others))
+    newest = layout(0, 2, **others[-1])
+    mine = [k for number, of in enumerate(others) for k in (2 * number, 2 * number + 1) if of == others[-1]]
+    assert sorted(set(run.spans.step.tolist())) == mine
+    assert set(run.spans.stage.tolist()) <= set(range(newest["num_stages"]))
+    assert run.layout.schedule == newest["schedule"]
+    assert run.layout.chunks == newest["num_stages"] // 2
+    (notice,) = [n for n in run.notices if n.code == "several-pipelines"]
+    assert f"the newest is analysed, {newest['schedule']} with {newest['num_stages']} stages" in notice.message
+    left = [k for k in range(2 * len(others)) if k not in mine]
+    assert notice.message.endswith(f"({', '.join(map(str, left))})")
+
+
+def test_another_number_of_microbatches_makes_no_other_pipeline(tmp_path: Path) -> None:
+    run = recording.read(in_turn(tmp_path, {}, {"microbatches": 8}))
+    assert set(run.spans.step.tolist()) == {0, 1, 2, 3} and codes(run) == []
+
+
+def test_a_pipeline_that_has_only_begun_is_not_the_one_to_analyse(tmp_path: Path) -> None:
+    """Of the newest one there is nothing but its first step, with what only first steps do."""
+    rows = [{"start_ns": 900, "end_ns": 901}]
+    for path in sorted(in_turn(tmp_path, {}).iterdir()):
+        rank = int(path.name[5:10])
+        more = text(layout(rank, 2, schedule="GPipe"), step(2, rows, warmup=True), step(3, rows, partial=True))
+        path.write_bytes(path.read_bytes() + more)
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {0, 1} and run.layout.schedule == "1F1B"
+
+
 def test_a_byte_order_mark_before_a_recording_is_no_fault(tmp_path: Path) -> None:
     whole = recording.read(two_ranks(tmp_path / "plain"))
     two_ranks(tmp_path / "marked")

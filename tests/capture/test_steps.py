@@ -22,8 +22,8 @@ class Loop:
         self.rule.work_begins()
         self.put(Kind.DATA)
 
-    def schedule(self, microbatches: int = 2, training: bool = True) -> None:
-        self.rule.schedule_begins(microbatches, training)
+    def schedule(self, microbatches: int = 2, training: bool = True, first: bool = False) -> None:
+        self.rule.schedule_begins({"microbatches": microbatches}, training, first)
         for microbatch in range(microbatches):
             self.put(Kind.FORWARD, microbatch)
         self.rule.schedule_ends()
@@ -93,6 +93,15 @@ def test_a_short_run_without_optimizer_is_split_at_its_end() -> None:
     assert loop.shapes() == [(k, "FF", [0, 1]) for k in range(3)]
 
 
+def test_each_of_these_steps_keeps_the_layout_of_its_call_and_whether_it_is_a_warm_up() -> None:
+    loop = Loop()
+    for microbatches in (2, 2, 4, 4):
+        loop.schedule(microbatches, first=len(loop.rule.current.cuts) % 2 == 0)
+    loop.rule.finish()
+    assert [buffer.layout and buffer.layout["microbatches"] for buffer in loop.closed] == [2, 2, 4, 4]
+    assert [buffer.warmup for buffer in loop.closed] == [True, False, True, False]
+
+
 def test_evaluation_is_kept_apart_and_costs_no_step() -> None:
     loop = Loop()
     loop.schedule()
@@ -109,7 +118,7 @@ def test_a_step_that_had_not_ended_is_partial() -> None:
     loop = Loop()
     loop.schedule()
     loop.optimizer()
-    loop.rule.schedule_begins(2, True)
+    loop.rule.schedule_begins({"microbatches": 2}, True)
     loop.put(Kind.FORWARD, 0)
     loop.rule.finish()
     assert [buffer.partial for buffer in loop.closed] == [False, True]
@@ -117,7 +126,7 @@ def test_a_step_that_had_not_ended_is_partial() -> None:
 
 def test_a_schedule_call_that_raised_marks_its_step_and_the_job_goes_on() -> None:
     loop = Loop()
-    loop.rule.schedule_begins(2, True)
+    loop.rule.schedule_begins({"microbatches": 2}, True)
     loop.put(Kind.FORWARD, 0)  # raised here, and the job caught it
     loop.schedule()
     loop.optimizer()

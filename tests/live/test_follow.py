@@ -213,3 +213,18 @@ def test_evaluations_and_unfinished_steps_are_no_training_steps(tmp_path: Path) 
     follower.poll()
     assert _steps(follower, path) == [0, 1]
     assert follower.files[path].bad_lines == 0
+
+
+def test_each_step_comes_with_the_layout_that_holds_for_it(tmp_path: Path) -> None:
+    rows = [{"end_ns": 5}]
+    head, of_two, of_four, evaluated = recordings.header(), *(recordings.layout(microbatches=m) for m in (2, 4, 1))
+    steps = [recordings.step(number, rows) for number in range(5)]
+    path = recordings.write(
+        tmp_path, 0, head, of_two, *steps[:3], evaluated, recordings.step(-1, rows, eval=True), of_four, *steps[3:]
+    )
+    follower = Follower(tmp_path)
+    follower.poll()
+    file = follower.files[path]
+    assert file.text(1, 3) == recordings.text(head, of_two, *steps[1:3], of_four, steps[3])
+    file.forget(3)
+    assert file.text(0, 4) == recordings.text(head, of_four, *steps[3:])

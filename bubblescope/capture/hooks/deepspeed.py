@@ -113,7 +113,8 @@ class _Job:
     def begin(self, engine: Any, schedule: Any) -> tuple[Any, _Engine, bool, int]:
         recorder = self.recorder
         known = self._engines.get(id(engine))
-        if known is None or known[0] is not engine:
+        new = known is None or known[0] is not engine
+        if known is None or new:
             known = self._engines[id(engine)] = (engine, self._adopt(engine, schedule))
         state = known[1]
         state.microbatches = int(schedule.micro_batches)
@@ -121,7 +122,7 @@ class _Job:
         state.queued.clear()
         training = type(schedule).__name__ != "InferenceSchedule" and not getattr(schedule, "forward_only", False)
         recorder.framework = recorder.framework or "deepspeed"
-        recorder.schedule_begins(self._layout(engine, state, schedule), training)
+        recorder.schedule_begins(self._layout(engine, state, schedule), training, new)
         return engine, state, training, perf_counter_ns()
 
     def end(self, token: tuple[Any, _Engine, bool, int], result: Any) -> None:

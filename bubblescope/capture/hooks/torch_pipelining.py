@@ -326,19 +326,22 @@ def _hook_steps(recorder: Recorder, messages: _Messages, schedules: Any) -> None
     layers = LayerTimers(recorder)
     recorder.patches.on_restore(layers.end)
 
-    def layout(schedule: Any) -> dict[str, Any]:
+    def layout(schedule: Any) -> tuple[dict[str, Any], bool]:
+        """Its layout, and whether the schedule is new."""
         stages = _stages(schedule)
         shape = (schedule._n_microbatches, len(stages), stages[0].stage_index)
         known = described.get(schedule)
+        new = known is None
         if known is None or known[0] != shape:
             known = described[schedule] = (shape, describe(schedule))
-        return known[1]
+        return known[1], new
 
     def before(schedule: Any) -> tuple[Any, int] | None:
         if getattr(inside, "busy", False):
             return None
         recorder.framework = recorder.framework or "torch"
-        recorder.schedule_begins(layout(schedule), bool(getattr(schedule, "_has_backward", True)))
+        described_as, new = layout(schedule)
+        recorder.schedule_begins(described_as, bool(getattr(schedule, "_has_backward", True)), new)
         inside.busy = True
         layers.begin(_stages(schedule))
         return schedule, perf_counter_ns()

@@ -21,8 +21,8 @@ def hook_schedules(job: Job) -> None:
 
     def before(name: str, model: Any, microbatches: int, forward_only: bool, communicator: Any) -> tuple[Any, ...]:
         recorder.framework = recorder.framework or "megatron"
-        layout = job.begin(model, microbatches, name, communicator)
-        recorder.schedule_begins(layout, not forward_only)
+        layout, new = job.begin(model, microbatches, name, communicator)
+        recorder.schedule_begins(layout, not forward_only, new)
         config = schedules.get_model_config(model[0] if isinstance(model, list) else model)
         undo = None if forward_only else _measure_finalize(recorder, config)
         return bool(forward_only), undo, perf_counter_ns()

@@ -112,19 +112,20 @@ class Job:
         self._shapes: dict[tuple[Any, ...], tuple[Shape, dict[str, Any]]] = {}
         self._counted: dict[tuple[str, int], int] = {}
 
-    def begin(self, model: Any, microbatches: int, name: str, communicator: Any) -> dict[str, Any]:
-        """A schedule call begins; gives its layout."""
+    def begin(self, model: Any, microbatches: int, name: str, communicator: Any) -> tuple[dict[str, Any], bool]:
+        """A schedule call begins; gives its layout, and whether no call before was of this pipeline."""
         modules = list(model) if isinstance(model, list) else [model]
         group = None if name == "forward_backward_no_pipelining" else _pipeline_group(communicator)
-        key = (name, len(modules), microbatches, group)
+        key = (microbatches, name, len(modules), group)
         known = self._shapes.get(key)
+        new = known is None and all(other[1:] != key[1:] for other in self._shapes)
         if known is None:
             known = self._shapes[key] = self._describe(modules, microbatches, name, group)
         self.shape, layout = known
         self._sent.clear()
         self._counted.clear()
         self._outputs.clear()
-        return layout
+        return layout, new
 
     def end(self) -> None:
         """The schedule call is over: nothing of it is kept alive."""
