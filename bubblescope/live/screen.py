@@ -16,6 +16,7 @@ from bubblescope.views.summary import (
     Action,
     Figure,
     FirstScreen,
+    all_idle,
     first_screen,
     gpu_count,
     headline,
@@ -102,7 +103,10 @@ def screen(snapshot: Snapshot, report: Report) -> FirstScreen:
     cost = "" if now is None else f": {now.words(snapshot.options.currency)}"
     figures = (told.figures[0], _rate_figure(snapshot, now), _total_figure(snapshot))
     actions = zip(told.actions, top_actions(report.data), strict=True)
-    return replace(told, cost=cost, figures=figures, actions=tuple(_by_the_hour(a, row, report) for a, row in actions))
+    idle = all_idle(report, cost="")
+    return replace(
+        told, cost=cost, idle=idle, figures=figures, actions=tuple(_by_the_hour(a, row, report) for a, row in actions)
+    )
 
 
 def _by_the_hour(action: Action, row: dict[str, Any], report: Report) -> Action:

@@ -46,6 +46,7 @@ def _sentence(screen: FirstScreen) -> Text:
     text.append(fmt.plain(screen.lost), "bold")
     text.append(fmt.plain(screen.cost), "bold")
     text.append(fmt.plain(screen.reason))
+    text.append(fmt.plain(screen.idle))
     return text
 
 

@@ -23,6 +23,9 @@ UNTRUSTED = 0.05
 SECOND_REASON = 0.25
 """From this share of idle on, the second cause belongs into the sentence."""
 
+WORTH_A_SENTENCE = 0.01
+"""Where more of the GPUs' time than this is idle and no bubble, all idle time is told beside the bubbles."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -53,7 +56,8 @@ class Trust:
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """`lost` is the part of the sentence that deserves emphasis, `cost` follows it, `reason` ends it."""
+    """`lost` is the part of the sentence that deserves emphasis, `cost` follows it, `reason` ends it. `idle` is a
+    second sentence (with a space before it), empty where the first one tells of nearly all idle time."""
 
     lost: str
     cost: str
@@ -64,7 +68,7 @@ class FirstScreen:
 
     @property
     def sentence(self) -> str:
-        return f"{self.lost}{self.cost}{self.reason}"
+        return f"{self.lost}{self.cost}{self.reason}{self.idle}"
 
 
 def first_screen(report: ReportLike) -> FirstScreen:
@@ -74,6 +78,7 @@ def first_screen(report: ReportLike) -> FirstScreen:
         _cost(data),
         _reason(report),
         (_fraction_figure(data), _hours_figure(data), _money_figure(data)),
+        all_idle(report, _idle_cost(data)),
         tuple(_action(row, data) for row in top_actions(data)),
         tuple(_trust(data)),
     )
@@ -230,6 +235,12 @@ def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
         if share is None or (bubbles and cause.name in OUTSIDE_PIPELINE):
             continue
         name = "schedule" if cause.name in INTRINSIC_CAUSES else cause.name
+    bubbles = loss is not None and loss.what == "bubbles"
+    return [(name, s / scale) for name, s in _all_reasons(data) if not (bubbles and name in OUTSIDE_PIPELINE)]
+
+
+def _all_reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
+    """As `reasons`, with their share of all idle time."""
         grouped[name] = grouped.get(name, 0.0) + float(share) / scale
     return sorted(grouped.items(), key=lambda pair: (-pair[1], pair[0]))
 

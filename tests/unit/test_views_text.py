@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from bubblescope.report.build import build
-from bubblescope.views import console, html, markdown, perfetto
+from bubblescope.views import console, html, markdown, notebook, perfetto
 from bubblescope.views import csv as csv_view
 from bubblescope.views import format as fmt
 from bubblescope.views import json as json_view
@@ -66,6 +66,28 @@ def test_hours_and_money_leave_out_what_the_fraction_leaves_out(report: FakeRepo
     hours = sum(v["gpu_hours"] for c, v in report.data["cost"]["per_cause"].items() if c not in outside)
     assert lost_hours(report.data) == pytest.approx(hours)
     assert sum(share for _, share in reasons(report.data)) == pytest.approx(1.0)
+
+
+def test_idle_time_that_is_no_bubble_is_told_beside_them_with_its_money_and_largest_cause() -> None:
+    report = fake_report.build(Job(data=0.025, spikes={}, stage_factor={}))
+    cost, ratios = report.data["cost"], report.data["bubble"]
+    hours, money = cost["idle_gpu_hours"], cost["idle_money"]
+    assert report.data["causes"]["data_loading"]["share_of_idle"] > 0.5 > ratios["fraction"]
+    wanted = (
+        f"Idle for any reason: {100 * ratios['gpu_idle_fraction']:.1f} % ({hours:,.0f} GPU-hours, USD {money:,.0f}), "
+        f"{100 * report.data['causes']['data_loading']['share_of_idle']:.0f} % of it because the first stage waits for "
+        "its input."
+    )
+    assert first_screen(report).sentence.endswith(wanted)
+    assert wanted in " ".join(_terminal(report).split())
+    assert wanted in markdown.render(report).splitlines()[2].replace("\\", "")
+    assert wanted in notebook.render(report)
+
+
+def test_idle_time_that_is_nearly_all_bubbles_is_told_once() -> None:
+    report = fake_report.build(Job(data=0.0, collective=0.0))
+    assert 0 < report.data["bubble"]["gpu_idle_fraction"] - report.data["bubble"]["fraction"] < 0.01
+    assert first_screen(report).idle == ""
 
 
 def test_two_causes_of_more_than_the_whole_loss_name_what_others_take_off(report: FakeReport) -> None:
