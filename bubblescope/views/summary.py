@@ -62,6 +62,7 @@ class FirstScreen:
     lost: str
     cost: str
     reason: str
+    idle: str
     figures: tuple[Figure, ...]
     actions: tuple[Action, ...]
     trust: tuple[Trust, ...]
@@ -77,8 +78,8 @@ def first_screen(report: ReportLike) -> FirstScreen:
         _lost(data),
         _cost(data),
         _reason(report),
-        (_fraction_figure(data), _hours_figure(data), _money_figure(data)),
         all_idle(report, _idle_cost(data)),
+        (_fraction_figure(data), _hours_figure(data), _money_figure(data)),
         tuple(_action(row, data) for row in top_actions(data)),
         tuple(_trust(data)),
     )
@@ -145,9 +146,15 @@ def _first_clause(warning: dict[str, Any]) -> str:
     return fmt.plain(str(warning.get("message", "")).split(";")[0].removesuffix("."))
 
 
-def mean_causes(data: dict[str, Any]) -> dict[str, float | None]:
-    """Seconds per GPU and step of each cause, mean over the GPUs seen; None where it is unavailable."""
+def told_gpus(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of ``gpus`` that figures of all GPUs are means of: those replayed, where some could not be."""
     gpus = data.get("gpus") or []
+    return [g for g in gpus if value(g, "causes", "warmup") is not None] or gpus
+
+
+def mean_causes(data: dict[str, Any]) -> dict[str, float | None]:
+    """Seconds per GPU and step of each cause, mean over `told_gpus`; None where it is unavailable."""
+    gpus = told_gpus(data)
     return {c.name: _mean([value(g, "causes", c.name) for g in gpus]) if known(data, c.name) else None for c in CAUSES}
 
 
@@ -157,8 +164,8 @@ def known(data: dict[str, Any], cause: str) -> bool:
 
 
 def mean_gpu(data: dict[str, Any], column: str) -> float | None:
-    """Mean over the GPUs seen of a column of ``gpus``: seconds per GPU and step."""
-    return _mean([g.get(column) for g in data.get("gpus") or []])
+    """Mean over `told_gpus` of a column of ``gpus``: seconds per GPU and step."""
+    return _mean([g.get(column) for g in told_gpus(data)])
 
 
 def _mean(values: list[Any]) -> float | None:
@@ -168,9 +175,9 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def stage_causes(report: ReportLike) -> dict[int, dict[str, float | None]]:
-    """Seconds per GPU and step of each cause, mean over the GPUs of each stage; None where unavailable."""
+    """Seconds per GPU and step of each cause, mean over the `told_gpus` of each stage; None where unavailable."""
     stages: dict[int, list[dict[str, float | None]]] = {}
-    for gpu in report.data.get("gpus") or []:
+    for gpu in told_gpus(report.data):
         causes = {c.name: value(gpu, "causes", c.name) if known(report.data, c.name) else None for c in CAUSES}
         stages.setdefault(-1 if gpu.get("stage") is None else gpu["stage"], []).append(causes)
     return {s: {c.name: _mean([g[c.name] for g in stages[s]]) for c in CAUSES} for s in sorted(stages)}
@@ -227,22 +234,41 @@ def reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
     """Causes with their share of the headline's loss, largest first; those that shorten waiting (negative) last; the
     intrinsic ones count together, as "schedule". Bubbles leave out what would idle a GPU without any pipeline."""
     loss = headline(data)
-    bubbles = loss is not None and loss.what == "bubbles"
     scale = loss.of_idle if loss is not None and loss.of_idle > 0 else 1.0
-    grouped: dict[str, float] = {}
-    for cause in CAUSES:
-        share = value(data, "causes", cause.name, "share_of_idle")
-        if share is None or (bubbles and cause.name in OUTSIDE_PIPELINE):
-            continue
-        name = "schedule" if cause.name in INTRINSIC_CAUSES else cause.name
     bubbles = loss is not None and loss.what == "bubbles"
     return [(name, s / scale) for name, s in _all_reasons(data) if not (bubbles and name in OUTSIDE_PIPELINE)]
 
 
 def _all_reasons(data: dict[str, Any]) -> list[tuple[str, float]]:
     """As `reasons`, with their share of all idle time."""
-        grouped[name] = grouped.get(name, 0.0) + float(share) / scale
+    grouped: dict[str, float] = {}
+    for cause in CAUSES:
+        share = value(data, "causes", cause.name, "share_of_idle")
+        if share is not None:
+            name = "schedule" if cause.name in INTRINSIC_CAUSES else cause.name
+            grouped[name] = grouped.get(name, 0.0) + float(share)
     return sorted(grouped.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _idle_cost(data: dict[str, Any]) -> str:
+    hours, amount = value(data, "cost", "idle_gpu_hours"), value(data, "cost", "idle_money")
+    if hours is None:
+        return ""
+    price = "" if amount is None else f", {fmt.money(amount, value(data, 'cost', 'currency'))}"
+    return f" ({fmt.gpu_hours(hours)}{price})"
+
+
+def all_idle(report: ReportLike, cost: str) -> str:
+    """What the headline leaves out because it would idle a GPU without any pipeline, and its cause where that is the
+    largest of all: who pays, pays for it too."""
+    loss, share = headline(report.data), value(report.data, "bubble", "gpu_idle_fraction")
+    if loss is None or share is None or share - loss.share < WORTH_A_SENTENCE:
+        return ""
+    text = f" Idle for any reason: {fmt.percent(share)}{cost}"
+    name, largest = next(iter(_all_reasons(report.data)), ("", 0.0))
+    if name in OUTSIDE_PIPELINE and value(report.data, "replay", "trusted") is not False:
+        text += f", {fmt.percent(largest, 0)} of it because {_because(report, name)}"
+    return f"{text}."
 
 
 def _reason(report: ReportLike) -> str:
@@ -289,12 +315,6 @@ def _because(report: ReportLike, name: str) -> str:
     return _SIMPLE[name]
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}".rstrip("0").rstrip(".") + "×"
-
-
-def pipeline_seen(data: dict[str, Any]) -> dict[str, Any]:
-    """The pipeline that was analysed, whatever the user said of it for the closed form."""
 def _because_stages(report: ReportLike) -> str:
     slowest = slowest_stage(report.stage_balance)
     if slowest is None:
@@ -305,6 +325,12 @@ def _because_stages(report: ReportLike) -> str:
     return f"stages that take equally long in all divide it differently into forward, {parts}"
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}".rstrip("0").rstrip(".") + "×"
+
+
+def pipeline_seen(data: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline that was analysed, whatever the user said of it for the closed form."""
     return {**(data.get("pipeline") or {}), **(value(data, "pipeline", "overruled") or {})}
 
 
