@@ -13,6 +13,8 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 _SCALAR = re.compile(_STRING.pattern + rb'|[^\s,"{}\[\]]+', re.DOTALL)
 _BORDER = re.compile(rb"\s*(?:,\s*|\Z)")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
+_ODD = re.compile(rb"[\x00-\x1f\\]")
+_PERHAPS_BARE = re.compile(rb"nan|inf", re.IGNORECASE)
 _BAD_ESCAPE = re.compile(rb'\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]|)')
 _BARE = re.compile(rb"(?<![\w\"])[-+]?(?:nan|inf(?:inity)?)(?![\w\"])", re.IGNORECASE)
 EVENT_KEYS = rb"(?:ph|name|cat|pid|tid|ts|dur|args|bp)"
@@ -55,10 +57,16 @@ def clean(text: bytes, counts: Counter[str]) -> bytes:
     except UnicodeDecodeError:
         counts["bad UTF-8"] += len(_UNDECODED.findall(text.decode("utf-8", errors="surrogateescape")))
         text = text.decode("utf-8", errors="replace").encode("utf-8")
+    bare = _PERHAPS_BARE.search(text) is not None
+    if not bare and _ODD.search(text) is None:
+        return text
     pieces: list[bytes] = []
     at = 0
     for match in _STRING.finditer(text):
-        pieces.append(_clean_bare(text[at : match.start()], counts))
+        if not bare and _ODD.search(text, match.start(), match.end()) is None:
+            continue
+        between = text[at : match.start()]
+        pieces.append(_clean_bare(between, counts) if bare else between)
         pieces.append(_clean_string(match[0], counts))
         at = match.end()
     pieces.append(_clean_bare(text[at:], counts))

@@ -33,6 +33,8 @@ CHUNK = 1 << 20
 _MAX_EVENT = 16 << 20
 _MAX_HEAD = 64 << 20
 _TAIL = 1 << 13
+_HOPELESS = 1 << 12
+"""Repairs of single events in vain, for each that helps, after which no more are tried."""
 _BARE_LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _CLOSE = re.compile(rb"\}\s*\](?=\s*(?:[,}]|\Z))")
@@ -101,6 +103,9 @@ class _Reader:
         self.first_skipped = -1
         self.truncated = False
         self.trailing = 0
+        self._kept: list[Event] = []
+        # Damaged events that repairs could help, and others.
+        self._helped = self._in_vain = 0
         # One buffer for the whole file: a "[" in front, then what is not decoded yet, up to `_end`.
         self._buffer = bytearray(b"[") + bytearray(2 * CHUNK)
         self._end = 1
@@ -289,7 +294,8 @@ class _Reader:
             return
         self.repairs += counts
         for entry in entries:
-            self._add_or_skip(bytes(entry))
+            self._keep_or_skip(bytes(entry))
+        self._add_kept()
 
     def _take(self, array: bytes | memoryview) -> bool:
         """Add the events of a sound JSON array; False, and nothing added, when it is not."""
@@ -322,14 +328,15 @@ class _Reader:
             for width in (1, 2, 3):
                 piece = pieces[at] if width == 1 else b",".join(pieces[at : at + width])
                 event = self._one(piece)
-                if event is not None or at + width >= len(pieces):
+                if event is not None or at + width >= len(pieces) or jsonrepair.depth(piece, 0, len(piece)) <= 0:
                     break
             if event is None:
                 self._by_any_key(pieces[at])
                 width = 1
             else:
-                self._add_lax([event], b"[" + piece + b"]")
+                self._keep(event, piece)
             at += width
+        self._add_kept()
 
     def _by_any_key(self, piece: bytes) -> None:
         """A piece that is no event: perhaps several, of which some begin with another key, or stand beside entries
@@ -339,23 +346,42 @@ class _Reader:
             event = self._one(part) if len(parts) > 1 else None
             if event is None:
                 for value in jsonrepair.values(part):
-                    self._add_or_skip(value)
+                    self._skip() if value == piece else self._keep_or_skip(value)
             else:
-                self._add_lax([event], b"[" + part + b"]")
+                self._keep(event, part)
 
-    def _add_or_skip(self, entry: bytes) -> None:
+    def _keep_or_skip(self, entry: bytes) -> None:
         event = self._one(entry)
         if event is None:
             self._skip()
         else:
-            self._add_lax([event], b"[" + entry + b"]")
+            self._keep(event, entry)
+
+    def _keep(self, event: Event, piece: bytes) -> None:
+        """Add it, together with those that follow."""
+        if type(event.ts) is float and abs(event.ts) >= EXACT_US:
+            event = (_try(EXACT, b"[" + piece + b"]") or [event])[0]
+        self._kept.append(event)
+
+    def _add_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        self.columns.add_lax(kept)
 
     def _one(self, piece: bytes) -> Event | None:
-        """One event from damaged bytes, or None."""
+        """One event from damaged bytes, or None. Where repairs help next to never they are given up, so that a large
+        file of damaged events is read, and these are counted, in seconds."""
         try:
             return ONE.decode(piece)
         except _PARSE_ERRORS:
             pass
+        if self._in_vain > _HOPELESS * (1 + self._helped):
+            return None
+        event = self._repaired(piece)
+        self._helped += event is not None
+        self._in_vain += event is None
+        return event
+
+    def _repaired(self, piece: bytes) -> Event | None:
         counts: Counter[str] = Counter()
         cleaned = jsonrepair.clean(piece, counts)
         for parse in (ONE.decode, _lenient):
@@ -371,7 +397,7 @@ class _Reader:
 
     def _skip(self) -> None:
         if self.first_skipped < 0:
-            self.first_skipped = self.columns.seen
+            self.first_skipped = self.columns.seen + len(self._kept)
         self.skipped += 1
 
     def _note_ranks(self, text: bytes) -> None:

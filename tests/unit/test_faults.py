@@ -20,7 +20,7 @@ import pytest
 from bubblescope.algebra import intervals
 from bubblescope.align import prepare
 from bubblescope.errors import InputError
-from bubblescope.ingest import ReadOptions, read
+from bubblescope.ingest import ReadOptions, jsonrepair, read
 from bubblescope.ingest.kineto_scan import scan
 from bubblescope.ingest.native import status
 from bubblescope.ingest.options import KernelRule
@@ -122,6 +122,35 @@ def test_after_an_unescaped_quote_reading_goes_on_with_the_next_event(tmp_path: 
     notice = next(n for n in run.notices if n.code == "events-skipped")
     assert notice.message.startswith("1 unreadable")
     assert 0 < TRUTH.busy_ns(2) - busy_ns(run, 2) < 1_000_000
+
+
+def _many(tmp_path: Path, names: list[bytes]) -> Path:
+    event = b'{"ph": "X", "cat": "kernel", "name": "%s", "pid": 1, "tid": 7, "ts": %d, "dur": 1}'
+    path = tmp_path / "rank0.json"
+    path.write_bytes(b'{"traceEvents": [' + b", ".join(event % (n, i) for i, n in enumerate(names)) + b"]}")
+    return path
+
+
+def test_where_no_damaged_event_can_be_repaired_they_are_counted_quickly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleaned = []
+    clean = jsonrepair.clean
+    monkeypatch.setattr(jsonrepair, "clean", lambda text, counts: cleaned.append(1) or clean(text, counts))
+    found = scan(str(_many(tmp_path, [b'a "b" \\x', *[b"sound"] * 3] * 10_000)))
+    assert len(found.events) == 30_000
+    (notice,) = found.notices
+    assert notice.message == "10000 unreadable events were skipped, the first after event 0"
+    assert len(cleaned) < 5_000
+
+
+def test_repairs_go_on_where_they_help(tmp_path: Path) -> None:
+    found = scan(str(_many(tmp_path, [b'a "b"', *[b"c\\x"] * 2] * 6_000)))
+    assert len(found.events) == 12_000
+    assert [n.message for n in found.notices] == [
+        "the JSON was repaired: 12000 × bad escape",
+        "6000 unreadable events were skipped, the first after event 0",
+    ]
 
 
 def test_an_unterminated_string_at_the_end_is_a_truncation(tmp_path: Path) -> None:
