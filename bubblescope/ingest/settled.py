@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Names, Notice, Spans
 
@@ -95,20 +96,39 @@ def from_zero(spans: Spans, world: int | None) -> tuple[Spans, list[Notice]]:
     if not counted.any():
         return spans, said
     of_rank = spans.step[counted].astype(np.int64) * (int(spans.rank.max()) + 1) + spans.rank[counted]
-    groups, at = np.unique(of_rank, return_inverse=True)
-    least = np.full(len(groups), np.iinfo(np.int64).max)
-    np.minimum.at(least, at, spans.microbatch[counted])
-    if (least == 1).all():
-        spans = spans.with_columns(microbatch=np.where(spans.microbatch > 0, spans.microbatch - 1, spans.microbatch))
-        text = "the job numbers its micro-batches from 1; micro-batch 1 is called micro-batch 0 here"
-        said.append(Notice("numbered-from-one", text))
-    elif (least > 0).any():
+    least = _least(of_rank, spans.microbatch[counted])
+    first = _least(spans.step[counted], spans.microbatch[counted])
+    if not least.any():
+        return spans, said
+    if (least != first).any():  # ranks of one step disagree on where it begins
+        missing = len(np.unique(of_rank[least > 0]))
         text = (
-            f"in {np.sum(least > 0)} of {len(groups)} steps of a rank no micro-batch has number 0: bubblescope.span "
+            f"in {missing} of {len(np.unique(of_rank))} steps of a rank no micro-batch has number 0: bubblescope.span "
             "counts them from 0 in every step"
         )
-        said.append(Notice("microbatches-not-from-zero", text))
-    return spans, said
+        return spans, [*said, Notice("microbatches-not-from-zero", text)]
+    steps, at = np.unique(spans.step[counted], return_index=True)
+    place = np.minimum(np.searchsorted(steps, spans.step), len(steps) - 1)
+    by = np.where((spans.microbatch >= 0) & (steps[place] == spans.step), first[at][place], 0)
+    if (first == 1).all():
+        text = "the job numbers its micro-batches from 1; micro-batch 1 is called micro-batch 0 here"
+        said.append(Notice("numbered-from-one", text))
+    else:
+        text = "the job does not number its micro-batches from 0 in every step; here each step begins with micro-batch 0"
+        said.append(Notice("microbatches-count-on", text))
+    return spans.with_columns(microbatch=np.maximum(spans.microbatch - by, -1)), said
+
+
+def _least(group: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Of each entry the least value in its group.
+
+    >>> _least(np.array([7, 3, 7]), np.array([5, 1, 4])).tolist()
+    [4, 1, 4]
+    """
+    groups, at = np.unique(group, return_inverse=True)
+    least = np.full(len(groups), np.iinfo(np.int64).max)
+    np.minimum.at(least, at, value)
+    return least[at]
 
 
 def find_peers(spans: Spans) -> Spans:

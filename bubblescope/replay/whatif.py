@@ -96,6 +96,8 @@ def calibrate(
     forward, input_grad, weight_grad, known = _stage_times(bases, n)
     overhead = _overhead(programs)
     microbatches = max(a.microbatch for order in orders.values() for a in order) + 1
+    if any(p.stage.max() >= n or p.microbatch.max() >= microbatches for p in programs):
+        return None  # other steps have others
     model = PipelineModel(
         len(orders), max(n // max(len(orders), 1), 1), microbatches, orders, {},
         forward, input_grad, weight_grad, known, overhead, layout.framework in DEFERRING, 0.0, measured,

@@ -427,11 +427,20 @@ def test_a_loop_of_ones_own_may_count_from_one(tmp_path: Path, stage: int, first
 
 
 def test_numbers_that_begin_elsewhere_stay_as_they_are_and_it_is_said(tmp_path: Path) -> None:
-    """Stage 1 is the first of a job that lacks a rank, and micro-batches count on from step to step."""
-    run = recording.read(own_loop(tmp_path, 1, [[0, 1, 2], [3, 4, 5]], world=3))
+    """Stage 1 is the first of a job that lacks a rank, and one rank lacks its first micro-batches."""
+    own_loop(tmp_path, 1, [[0, 1, 2]] * 2, world=3)
+    lacking = own_loop(tmp_path / "other", 1, [[0, 1, 2], [2]], world=3) / "rank-00001.jsonl"
+    lacking.replace(tmp_path / lacking.name)
+    run = recording.read(tmp_path)
     assert np.unique(run.spans.stage).tolist() == [1, 2]
     assert run.layout.microbatches == 3
     assert {"stages-not-from-zero", "microbatches-not-from-zero"} <= set(codes(run))
+
+
+def test_a_loop_of_ones_own_may_count_on_from_step_to_step(tmp_path: Path) -> None:
+    run = recording.read(own_loop(tmp_path, 0, [[0, 1, 2], [3, 4, 5]]))
+    assert np.unique(run.spans.microbatch).tolist() == [0, 1, 2]
+    assert codes(run) == ["microbatches-count-on"]
 
 
 def test_a_step_has_as_many_microbatches_as_it_has_numbers(tmp_path: Path) -> None:

@@ -155,6 +155,14 @@ def test_what_is_no_part_of_the_pipeline_may_be_given_a_micro_batch(kind: Kind) 
     assert ideas_of(replace(run, spans=given)) == ideas_of(replace(run, spans=spans)) != []
 
 
+def test_where_steps_number_their_micro_batches_differently_no_order_is_replayed_for_them() -> None:
+    run = make_run(Job(), constant(20 * MS, 40 * MS, {3: 2}))
+    later = (run.spans.step > 0) & (run.spans.microbatch >= 0)
+    numbers = run.spans.microbatch + 8 * later
+    ideas = ideas_of(replace(run, spans=run.spans.with_columns(microbatch=numbers)))
+    assert not {"schedule", "microbatches"} & {idea["kind"] for idea in ideas}
+
+
 def ideas_of(run: Run) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = build(run, ReportOptions()).data["advice"]
     return found
