@@ -114,7 +114,7 @@ def from_zero(spans: Spans, world: int | None) -> tuple[Spans, list[Notice]]:
         text = "the job numbers its micro-batches from 1; micro-batch 1 is called micro-batch 0 here"
         said.append(Notice("numbered-from-one", text))
     else:
-        text = "the job does not number its micro-batches from 0 in every step; here each step begins with micro-batch 0"
+        text = "the job does not begin each step with micro-batch 0, as is done here"
         said.append(Notice("microbatches-count-on", text))
     return spans.with_columns(microbatch=np.maximum(spans.microbatch - by, -1)), said
 
