@@ -17,6 +17,7 @@ import numpy as np
 from bubblescope.algebra import intervals
 from bubblescope.label.evidence import Int, issue_time
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Layout, Notice, Run
+from bubblescope.model.names import communicator
 from bubblescope.model.notice import some
 
 _PP_WORDS = {"pp", "pipe", "pipeline"}
@@ -379,12 +380,9 @@ def _pipeline_groups(run: Run) -> list[tuple[int, ...]]:
     rows = np.isin(spans.kind, (Kind.SEND, Kind.RECV)) & (spans.group > 0)
     out = []
     for group in np.unique(spans.group[rows]).tolist():
-        found = re.fullmatch(r"(.*)\[(\d+(?:,\d+)*)\]", run.names[group])
-        if found is None:
-            continue
-        members = tuple(map(int, found[2].split(",")))
-        words = set(re.split("[^a-z]+", described.get(found[1], ("", ()))[0].lower()))
-        if words & _PP_WORDS or 2 < len(members) < (run.layout.world_size or 0):
+        name, members = communicator(run.names[group])
+        words = set(re.split("[^a-z]+", described.get(name, ("", ()))[0].lower()))
+        if members and (words & _PP_WORDS or 2 < len(members) < (run.layout.world_size or 0)):
             out.append(members)
     return out
 

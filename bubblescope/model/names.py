@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+_MEMBERS = re.compile(r"(.*)\[(\d+(?:,\d+)*)\]")
+
+
+def communicator(text: str) -> tuple[str, tuple[int, ...]]:
+    """Name and member ranks of a communicator as readers write it; no members where they are not known.
+
+    >>> communicator("7[0,4]"), communicator("7")
+    (('7', (0, 4)), ('7', ()))
+    """
+    found = _MEMBERS.fullmatch(text)
+    return (found[1], tuple(map(int, found[2].split(",")))) if found else (text, ())
 
 
 @dataclass

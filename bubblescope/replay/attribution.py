@@ -25,9 +25,11 @@ from bubblescope.analysis.quarantine import quarantine
 from bubblescope.analysis.windows import Windows, find_windows
 from bubblescope.errors import ScheduleError
 from bubblescope.model import Kind, Notice, Run, Spans
+from bubblescope.model.notice import some
 from bubblescope.replay.bases import BaseTable, find_bases
 from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE, Decomposition, decompose, gap_bounds
 from bubblescope.replay.ladder import RUNGS, carve
+from bubblescope.replay.partial import cut_off
 from bubblescope.replay.program import Edge, Node, Program, build_programs
 from bubblescope.replay.scenario import Replayed
 
@@ -66,7 +68,8 @@ class Gaps:
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """Everything concluded about a run. replayed: shape (w,), whether the window's causes come from the replay."""
+    """Everything concluded about a run. replayed: shape (w,), whether the window's causes come from the replay.
+    cut_off: ranks whose pipeline goes on at one without a trace -> such a rank."""
 
     run: Run
     windows: Windows
@@ -79,12 +82,20 @@ class Attribution:
     bases: BaseTable | None = None
     notices: tuple[Notice, ...] = ()
     replay_refused: str = ""
+    cut_off: dict[int, int] = field(default_factory=dict)
     sets: dict[int, DeviceSets] = field(default_factory=dict, repr=False)
 
     @property
     def main(self) -> NDArray[np.bool_]:
         """The windows that figures are means over: the replayed ones, or all where nothing could be replayed."""
         return self.replayed if self.replayed.any() else np.ones(len(self.windows), dtype=np.bool_)
+
+    @property
+    def shown(self) -> NDArray[np.bool_]:
+        """`main`, and in its steps the windows of GPUs that have none there: their busy and idle time is known."""
+        w, main = self.windows, self.main
+        result: NDArray[np.bool_] = main | (np.isin(w.step, w.step[main]) & ~np.isin(w.rank, w.rank[main]))
+        return result
 
     @property
     def bubble_ns(self) -> Float:
@@ -108,7 +119,8 @@ def attribute(run: Run) -> Attribution:
     sets = all_sets(run, np.unique(windows.rank))
     idle = measure(windows, sets)
     operations = find_operations(run, windows)
-    programs, refused = _programs(run, windows, operations)
+    beyond = cut_off(run, windows)
+    programs, refused = _programs(run, windows, operations, beyond)
     bases = find_bases(programs) if programs else None
     replayed = np.zeros(len(windows), dtype=np.bool_)
     parts: list[Gaps] = []
@@ -131,8 +143,9 @@ def attribute(run: Run) -> Attribution:
         tuple(programs),
         tuple(decompositions),
         bases,
-        (*windows.notices, *_barrier_notices(programs), *_order_notices(run, programs)),
+        (*windows.notices, *_barrier_notices(programs), *_order_notices(run, programs), *_awaited_notices(programs)),
         refused,
+        beyond,
         sets,
     )
 
@@ -140,8 +153,8 @@ def attribute(run: Run) -> Attribution:
 # --- when a replay is possible --------------------------------------------------------------------------------
 
 
-def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[Program], str]:
-    """The programs, or why there are none."""
+def _programs(run: Run, windows: Windows, operations: Operations, beyond: dict[int, int]) -> tuple[list[Program], str]:
+    """The programs of the ranks that are not cut off (`beyond`, see `cut_off`), or why there are none."""
     if not is_pipeline(operations.kind).any():
         return [], "no forward and backward operations of micro-batches were found"
     cut = run.layout.missing_ranks and np.isin(run.spans.kind, (Kind.SEND, Kind.RECV)).any()
@@ -151,24 +164,30 @@ def _programs(run: Run, windows: Windows, operations: Operations) -> tuple[list[
         return [], "no pipeline was found: no stages, and no message of which both ends were seen"
     if not run.clock.aligned:
         return [], "the clocks of the ranks are not aligned"
+    uncut = ~np.isin(windows.rank, list(beyond))
+    if not uncut.any():
+        lacking = some(sorted(set(beyond.values())))
+        return [], f"every pipeline that was seen goes on at a rank without a trace ({lacking})"
+    steps, count = np.unique(windows.step[uncut], return_counts=True)
     # A step may hold nothing but what was left of damaged rows.
-    whole = np.intersect1d(_whole_steps(run, windows), windows.step[operations.window[is_pipeline(operations.kind)]])
-    if not len(whole):
+    mine = is_pipeline(operations.kind) & uncut[operations.window]
+    whole = np.intersect1d(steps[count == count.max()], windows.step[operations.window[mine]])
+    if not len(whole) or count.max() < len(np.unique(windows.rank[uncut])):
         return [], "no step is there for every rank of a pipeline"
-    unclear = is_pipeline(operations.kind) & ((operations.microbatch < 0) | (operations.stage < 0))
+    unclear = mine & ((operations.microbatch < 0) | (operations.stage < 0))
     whole = np.setdiff1d(whole, windows.step[operations.window[unclear]])
     if not len(whole):
         return [], "in no step are stage and micro-batch of every forward and backward known"
-    keep = np.isin(windows.step, whole)
     try:
-        programs = build_programs(run, windows, operations, keep)
+        programs = build_programs(run, windows, operations, uncut & np.isin(windows.step, whole))
     except ScheduleError as error:
         return [], str(error)
-    missing = [p for p in programs if _unmatched(p) > 0]
+    last = -1 if run.layout.stages is None else run.layout.stages * (run.layout.chunks or 1) - 1
+    missing = [p for p in programs if _unmatched(p, last) > 0]
     if missing and len(missing) == len(programs):
-        count = sum(_unmatched(p) * len(p.steps) for p in missing)
-        return [], f"{count} operations need an input from another rank and no message was matched to them"
-    return [p for p in programs if _unmatched(p) == 0], ""
+        lacking_input = sum(_unmatched(p, last) * len(p.steps) for p in missing)
+        return [], f"{lacking_input} operations need an input from another rank and no message was matched to them"
+    return [p for p in programs if _unmatched(p, last) == 0], ""
 
 
 def _barrier_notices(programs: list[Program]) -> list[Notice]:
@@ -185,6 +204,18 @@ def _barrier_notices(programs: list[Program]) -> list[Notice]:
         "optimizer, just after the last was ready; their wait is booked on what that one was doing"
     )
     return [Notice("barrier-inferred", text)]
+
+
+def _awaited_notices(programs: list[Program]) -> list[Notice]:
+    """Collectives that may have waited for ranks which are not replayed."""
+    ranks = sorted({rank for p in programs for rank in p.rank[p.dst[p.edge == Edge.AWAIT]].tolist()})
+    if not ranks:
+        return []
+    text = (
+        f"collectives of rank {some(ranks)} have members that cannot be replayed or have no trace: why these came when "
+        "they did is not known, so what may have been waiting for them is unexplained"
+    )
+    return [Notice("collective-incomplete", text)]
 
 
 LATE_NS = 1_000_000
@@ -208,22 +239,12 @@ def _order_notices(run: Run, programs: list[Program]) -> list[Notice]:
     return [Notice("impossible-order", text + "; the causes of these steps are not to be trusted")]
 
 
-def _whole_steps(run: Run, windows: Windows) -> Int:
-    """Steps in which every stage of every seen replica has a window."""
-    needed = {int(r) for r in np.unique(windows.rank)}
-    if run.layout.missing_ranks:
-        return np.empty(0, dtype=np.int64)
-    steps, count = np.unique(windows.step, return_counts=True)
-    whole: Int = steps[count == len(needed)]
-    return whole
-
-
-def _unmatched(program: Program) -> int:
-    """Operations whose input comes from another rank (stage ± 1 elsewhere) without a matched message."""
+def _unmatched(program: Program, last: int) -> int:
+    """Operations whose input comes from another rank (stage ± 1 elsewhere) without a matched message. last: the last
+    stage of the pipeline, -1 where nobody says."""
     op = (program.node == Node.OP) & (program.microbatch >= 0)
     forward = op & (program.kind == Kind.FORWARD)
     backward = op & np.isin(program.kind, (Kind.BACKWARD, Kind.BACKWARD_INPUT))
-    last = program.stage[forward].max(initial=-1)
     own = set(zip(program.rank[op].tolist(), program.stage[op].tolist(), strict=True))
     fed = set(program.messages.consumer.tolist())
     lacking = 0
@@ -252,7 +273,7 @@ def _replayed_gaps(
     idle = _idle_within(windows.rank, window.reshape(-1), start.reshape(-1), end.reshape(-1), sets)
     causes = decomposition.causes.reshape(-1, len(CAUSES)).copy()
     # R0 is the model; what was measured beyond it stays visible instead of being spread over the causes.
-    causes[:, CAUSE_INDEX["unexplained"]] = idle - causes.sum(axis=1)
+    causes[:, CAUSE_INDEX["unexplained"]] += idle - causes.sum(axis=1)
     before = np.where((frame.before >= 0)[:, None], program.operation[frame.before], -1)
     culprit = np.where(
         ladder.culprit >= 0, np.take_along_axis(program.operation, np.maximum(ladder.culprit, 0), axis=0), -1

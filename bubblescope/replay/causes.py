@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bubblescope.analysis.operations import COOLDOWN, SPLIT, STEADY, WARMUP
 from bubblescope.model import Kind
 from bubblescope.replay.bases import BaseTable
-from bubblescope.replay.program import Node, Program
+from bubblescope.replay.program import Edge, Node, Program
 from bubblescope.replay.scenario import NESTED, Fix, Replayed, replay
 
 Int = NDArray[np.int64]
@@ -67,8 +67,8 @@ class GapFrame:
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """frame: the gaps. causes: shape (g, K, c), ns, signed, in the order of `CAUSES`, without `unexplained` (which
-    needs the measured idle time). modelled: shape (g, K), what R0 says; = causes summed. replays: makespan of
+    """frame: the gaps. causes: shape (g, K, c), ns, signed, in the order of `CAUSES`; `unexplained` without what only
+    the measured idle time shows. modelled: shape (g, K), what R0 says; = causes summed. replays: makespan of
     R0, R1a … R6, each (K,), by `Fix` name ("measured" first). ideal: the replay R6."""
 
     frame: GapFrame
@@ -156,6 +156,8 @@ def decompose(program: Program, bases: BaseTable, phase_of: Int) -> Decompositio
     makespans = {"measured": run.makespan}
     done: list[Fix] = []
     for fix in NESTED:
+        if fix is Fix.AWAITED and not (program.edge == Edge.AWAIT).any():
+            continue
         done.append(fix)
         run = replay(program, bases, done)
         u, v = gap_bounds(program, frame, run)

@@ -19,7 +19,8 @@ Int = NDArray[np.int64]
 class Edge(IntEnum):
     """CHAIN: next on the same rank. SENT, POSTED: the sender's, the receiver's post, to the receiver's wait.
     TAKEN: the receiver's post, to the sender's wait (rendezvous); OWN: the sender's post, to its own wait.
-    NEEDS: producing operation to consuming operation. JOIN, LEAVE: into and out of a collective."""
+    NEEDS: producing operation to consuming operation. JOIN, LEAVE: into and out of a collective;
+    AWAIT: as LEAVE, with what may have been waiting for ranks that are not replayed."""
 
     CHAIN = 0
     SENT = 1
@@ -29,6 +30,7 @@ class Edge(IntEnum):
     NEEDS = 5
     JOIN = 6
     LEAVE = 7
+    AWAIT = 8
 
 
 class EdgeTable:
@@ -265,8 +267,9 @@ def group_edges(
     start: Int,
     end: Int,
     first_node: int,
+    known: Int,
 ) -> Int:
-    """One GROUP node per collective and step; returns the step of each."""
+    """One GROUP node per collective and step; returns the step of each. known: per span, see `known_lengths`."""
     if not len(pairs):
         return np.empty(0, dtype=np.int64)
     step = windows.step[row_window[pairs[:, 1]]]
@@ -280,7 +283,10 @@ def group_edges(
     edges.add(Edge.JOIN, arrive, node, np.zeros(len(arrive), dtype=np.int64))
     held = done >= 0
     delay = np.maximum(end[done[held]] - ready[instance[held]], 0)
-    edges.add(Edge.LEAVE, node[held], done[held], delay)
+    takes = known[pairs[held, 1]]
+    waits = takes >= 0
+    edges.add(Edge.LEAVE, node[held], done[held], np.where(waits, np.minimum(takes, delay), delay))
+    edges.add(Edge.AWAIT, node[held][waits], done[held][waits], delay[waits])
     return group_step
 
 

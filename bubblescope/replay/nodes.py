@@ -166,10 +166,14 @@ def is_grad(run: Run, rows: Int) -> NDArray[np.bool_]:
 
 
 def collective_rows(run: Run, row_window: Int) -> Int:
-    """(instance, row) pairs of blocking or exposed collectives, only those in a window."""
+    """(instance, row) pairs of blocking or exposed collectives, only those in a window. A kernel of which no other
+    member was seen is one of its own: what waits for it waits for no host."""
     spans = run.spans
     if len(run.links.collective):
         pairs = run.links.collective
+        kernels = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.lane == Lane.COMM) & (spans.device >= 0))
+        alone = np.setdiff1d(kernels, pairs[:, 1])
+        pairs = np.concatenate([pairs, np.column_stack([pairs[:, 0].max() + 1 + np.arange(len(alone)), alone])])
     else:
         rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.seq >= 0) & (spans.device >= 0))
         if not len(rows):

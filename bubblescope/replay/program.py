@@ -42,6 +42,7 @@ from bubblescope.replay.nodes import (
     add_shared,
     collective_rows,
 )
+from bubblescope.replay.partial import known_lengths
 
 __all__ = ["Edge", "Messages", "Node", "Program", "build_programs"]
 
@@ -129,19 +130,17 @@ class _Flat:
 def build_programs(
     run: Run, windows: Windows, operations: Operations, chosen: NDArray[np.bool_] | None = None
 ) -> list[Program]:
-    """The programs of the steps of the chosen windows, one per distinct structure, biggest group first.
+    """The programs of the chosen windows (None: of all), one per distinct structure of a step, biggest group first.
 
-    Only ranks with a window in a step take part in it. Raises ScheduleError when the measured order is cyclic
+    Only ranks with a chosen window in a step take part in it. Raises ScheduleError when the measured order is cyclic
     (which only a wrong matching can cause).
     """
     if not len(windows) or not len(operations):
         return []
-    steps = windows.steps if chosen is None else np.unique(windows.step[chosen])
-    flat = _flatten(run, windows, operations)
+    flat = _flatten(run, windows, operations, np.ones(len(windows), dtype=np.bool_) if chosen is None else chosen)
     groups: dict[bytes, list[_StepSlice]] = {}
     for part in _split(flat, operations):
-        if part.step in steps:
-            groups.setdefault(part.signature, []).append(part)
+        groups.setdefault(part.signature, []).append(part)
     ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0].step))
     return [_stack(flat, group, windows, operations) for group in ordered]
 
@@ -156,19 +155,16 @@ def _named(cycle: Sequence[int], rank: Int, type_: Int, label: Callable[[int], s
 # --- all steps together ---------------------------------------------------------------------------------------
 
 
-def _flatten(run: Run, windows: Windows, operations: Operations) -> _Flat:
+def _flatten(run: Run, windows: Windows, operations: Operations, chosen: NDArray[np.bool_]) -> _Flat:
     spans = run.spans
     nodes = NodeTable.new()
-    all_windows = np.arange(len(windows))
-    nodes.add(Node.BEGIN, all_windows, windows.start_ns, windows.start_ns)
-    nodes.add(
-        Node.OP,
-        operations.window,
-        operations.start_ns,
-        operations.end_ns,
-        operation=np.arange(len(operations)),
-    )
+    begun = np.flatnonzero(chosen)
+    nodes.add(Node.BEGIN, begun, windows.start_ns[begun], windows.start_ns[begun])
+    ops = np.flatnonzero(chosen[operations.window])
+    nodes.add(Node.OP, operations.window[ops], operations.start_ns[ops], operations.end_ns[ops], operation=ops)
     row_window = windows.of_spans(spans)
+    known = known_lengths(run, windows, row_window, chosen)
+    row_window = np.where((row_window >= 0) & chosen[row_window], row_window, -1)
     # What began before the window (a receive posted ahead) is taken as there from the start.
     low = windows.start_ns[row_window]
     start = np.where(row_window >= 0, np.maximum(spans.start_ns, low), spans.start_ns)
@@ -191,7 +187,7 @@ def _flatten(run: Run, windows: Windows, operations: Operations) -> _Flat:
     add_kernel_waits(nodes, run, received, row_window, row_wait, lookup, operations)
     collectives = collective_rows(run, row_window)
     arrive, done = add_collectives(nodes, run, collectives, row_window, operations, windows)
-    return _connect(run, windows, nodes, row_window, row_post, row_wait, lookup, collectives, arrive, done)
+    return _connect(run, windows, nodes, row_window, row_post, row_wait, lookup, collectives, arrive, done, known)
 
 
 def _connect(
@@ -205,6 +201,7 @@ def _connect(
     collectives: Int,
     arrive: Int,
     done: Int,
+    known: Int,
 ) -> _Flat:
     window = np.concatenate(nodes.window)
     type_ = np.concatenate(nodes.type)
@@ -221,7 +218,7 @@ def _connect(
     transfer, exact, residual = find_transfers(run, msg, start, end)
     duration += residual
     message_edges(edges, msg, transfer, duration, start, end)
-    group_step = group_edges(edges, windows, collectives, arrive, done, row_window, start, end, len(window))
+    group_step = group_edges(edges, windows, collectives, arrive, done, row_window, start, end, len(window), known)
     optimizer = (operation >= 0) & (lookup.operations.kind[operation] == Kind.OPTIMIZER)
     first_barrier = len(window) + len(group_step)
     barrier_step = barrier_edges(edges, windows, window, type_, optimizer, start, end, first_barrier)

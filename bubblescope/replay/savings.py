@@ -18,8 +18,8 @@ from bubblescope.replay.shapley import coalitions, credits
 PLAYERS = (Fix.P2P, Fix.COLLECTIVE, Fix.OPTIMIZER, Fix.SPREAD, Fix.WORKER, Fix.STAGE)
 """Host delay is removed first and the intrinsic bubble last; both stand outside the game."""
 
-OUTSIDE = frozenset({Fix.DATA, Fix.HOST})
-ON_EDGES = frozenset({Fix.DATA, Fix.HOST, Fix.P2P, Fix.COLLECTIVE})
+OUTSIDE = frozenset({Fix.AWAITED, Fix.DATA, Fix.HOST})
+ON_EDGES = frozenset({Fix.AWAITED, Fix.DATA, Fix.HOST, Fix.P2P, Fix.COLLECTIVE})
 """The causes that `scenario.delays` looks at."""
 
 
@@ -50,7 +50,7 @@ def savings(programs: Sequence[Program], bases: BaseTable) -> dict[str, Saving]:
     alone = {fix: frozenset({fix}) for fix in Fix if fix not in idle}
     makespan = mean_makespans(programs, bases, {nothing, *alone.values(), *(host | c for c in coalitions(players))})
     first_in = {fix: makespan[nothing] - makespan[alone[fix]] if fix in alone else 0.0 for fix in Fix}
-    out = {cause_of(fix, bases): Saving(first_in[fix], None, None, None) for fix in Fix}
+    out = {cause_of(fix, bases): Saving(first_in[fix], None, None, None) for fix in Fix if fix is not Fix.AWAITED}
     # What a coalition gains is the makespan it takes away.
     found = credits(players, {c: -makespan[host | c] for c in coalitions(players)})
     for fix in PLAYERS:
@@ -87,6 +87,8 @@ def _changes_anything(fix: Fix, programs: Sequence[Program], bases: BaseTable) -
         return bool((bases.by_stage != bases.uniform).any())
     if fix is Fix.WORKER:
         return bool((bases.worker != bases.by_stage).any())
+    if fix is Fix.AWAITED:
+        return any(bool((p.edge == Edge.AWAIT).any()) for p in programs)
     if fix is Fix.COLLECTIVE:
         return any(bool((p.edge == Edge.LEAVE).any()) for p in programs)
     if fix is Fix.DATA:

@@ -18,8 +18,10 @@ Float = NDArray[np.float64]
 
 
 class Fix(Enum):
-    """A cause that a replay leaves out. In this order they are the steps R0 → R6."""
+    """A cause that a replay leaves out. In this order they are the steps R0 → R6. AWAITED: waiting in collectives for
+    ranks that are not replayed, which comes first: nobody knows its cause."""
 
+    AWAITED = "unexplained"
     DATA = "data_loading"
     HOST = "host_launch"
     P2P = "p2p_transfer"
@@ -100,6 +102,8 @@ def delays(program: Program, fixes: Collection[Fix]) -> Float:
         out[chain] = program.data[chain]
     if Fix.DATA in fixes:
         out[chain] -= program.data[chain]
+    if Fix.AWAITED in fixes:
+        out[program.edge == Edge.AWAIT] = -np.inf
     if Fix.COLLECTIVE in fixes:
         out[program.edge == Edge.LEAVE] = 0.0
     needs = program.edge == Edge.NEEDS

@@ -15,9 +15,11 @@ from bubblescope.analysis.operations import PHASES, is_pipeline
 from bubblescope.cost import prices
 from bubblescope.errors import InputError
 from bubblescope.model import Notice, Run
+from bubblescope.model.notice import some
 from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution, has_phases
 from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES
+from bubblescope.replay.program import Edge, Node
 from bubblescope.replay.savings import Saving, savings
 from bubblescope.replay.scenario import Fix, replay
 from bubblescope.report import advice, facts, tables
@@ -39,12 +41,14 @@ def report_json(a: Attribution, options: ReportOptions) -> dict[str, Any]:
     notices = [*a.run.notices, *a.notices, *shape.notices]
     found = savings(a.programs, a.bases) if a.bases is not None else {}
     gpus = _gpus(a)
-    replay_block, replay_notices = _replay(a, gpus)
-    causes = _causes(a, gpus, found)
-    bubble = _bubble(a, gpus, shape)
-    cost = _cost(a, options, gpus, causes)
+    # What is said of all GPUs is the mean of those whose causes are known.
+    told = [g for g in gpus if g["rank"] in a.windows.rank[a.main]]
+    replay_block, replay_notices = _replay(a, told)
+    causes = _causes(a, told, found)
+    bubble = _bubble(a, told, shape)
+    cost = _cost(a, options, told, causes)
     notices += replay_notices
-    notices += _unavailable(a, bubble, gpus)
+    notices += _unavailable(a, bubble, told)
     actions = advice.suggest(a, shape.seen(), found, cost, trusted=bool(replay_block["trusted"]))
     notices += actions.notices
     extra, straggler_notices = _straggler(a.run)
@@ -101,13 +105,15 @@ def _steps(a: Attribution) -> dict[str, Any]:
 
 def _gpus(a: Attribution) -> list[dict[str, Any]]:
     """One row per rank: means over its windows of the analysed steps, so that all sums hold as they do per window.
+    A rank that could not be replayed where others were has the causes that it tells by itself.
 
     Steps that some rank lacks cannot be attributed: they are left out of these means wherever others remain, and
     stand in `all_steps` (every finished step of the rank, busy and idle only).
     """
-    main = a.main
+    main = a.shown
     ranks, where = np.unique(a.windows.rank[main], return_inverse=True)
     count = np.bincount(where).astype(np.float64)
+    replayed = np.isin(ranks, a.windows.rank[a.replayed])
 
     def mean(per_window: Float) -> Float:
         out = np.zeros((len(ranks), *per_window.shape[1:]))
@@ -132,7 +138,7 @@ def _gpus(a: Attribution) -> list[dict[str, Any]]:
             "empty": t.empty_ns,
         }.items()
     }
-    known = {name for name in CAUSES if _sure(name, a) != "unavailable"}
+    known = {whole: [_sure(name, a, whole) != "unavailable" for name in CAUSES] for whole in set(replayed.tolist())}
     excess = mean(_excess(a)) if a.bases is not None else None
     slowed = contention(a.run, a.windows)
     beside = None if slowed is None else mean(slowed)
@@ -144,8 +150,10 @@ def _gpus(a: Attribution) -> list[dict[str, Any]]:
             "all_steps": _all_steps(a, int(rank)),
             **{name: float(column[i]) for name, column in columns.items()},
             "phases": {name: float(phases[i, j]) if phased[i] else None for j, name in enumerate(PHASES)},
-            "causes": {name: float(causes[i, j]) if name in known else None for j, name in enumerate(CAUSES)},
-            "excess_compute": None if excess is None else float(excess[i]),
+            "causes": {
+                name: float(causes[i, j]) if known[bool(replayed[i])][j] else None for j, name in enumerate(CAUSES)
+            },
+            "excess_compute": None if excess is None or not replayed[i] else float(excess[i]),
             "contention": None if beside is None or np.isnan(beside[i]) else float(beside[i]),
         }
         for i, rank in enumerate(ranks)
@@ -177,10 +185,10 @@ def _causes(a: Attribution, gpus: list[dict[str, Any]], found: dict[str, Saving]
     replayed = bool(a.replayed.any())
     out: dict[str, Any] = {}
     for name in CAUSES:
-        sure = _sure(name, a)
+        sure = _sure(name, a, replayed)
         known = sure != "unavailable"
         value = float(np.mean([g["causes"][name] for g in gpus])) if known else 0.0
-        saving = found.get(name)
+        saving = found.get(name) if known else None
         out[name] = {
             "seconds": value if known else None,
             "share_of_idle": value / idle if idle > 0 and known else None,
@@ -198,14 +206,24 @@ def _causes(a: Attribution, gpus: list[dict[str, Any]], found: dict[str, Saving]
 LOCAL_CAUSES = ("host_launch", "data_loading", "exposed_collective", "unexplained")
 
 
-def _sure(name: str, a: Attribution) -> str:
+def _sure(name: str, a: Attribution, replayed: bool) -> str:
     """How well a cause is known: from the replay of whole pipelines, from one rank alone, or not at all."""
-    if a.replayed.any():
+    if replayed:
+        if name == "slow_worker" and _no_replica(a):
+            return "unavailable"
         inexact = name == "p2p_transfer" and any(not p.messages.exact.all() for p in a.programs)
+        inexact |= name == "exposed_collective" and any((p.edge == Edge.AWAIT).any() for p in a.programs)
         return "estimated" if inexact or _clock_width(a) else "exact"
     if name == "p2p_transfer" and np.any(one_sided_transfer(a.run) >= 0):
         return "estimated"
     return "estimated" if name in LOCAL_CAUSES else "unavailable"
+
+
+def _no_replica(a: Attribution) -> bool:
+    """Whether only one pipeline of several was replayed: no other tells a slow GPU from a heavy stage."""
+    return bool(a.cut_off or a.run.layout.missing_ranks) and all(
+        len(np.unique(p.rank[(p.node == Node.OP) & (p.stage == 0)])) < 2 for p in a.programs
+    )
 
 
 def _clock_width(a: Attribution) -> bool:
@@ -299,8 +317,16 @@ def _replay(a: Attribution, gpus: list[dict[str, Any]]) -> tuple[dict[str, Any],
                 f"unexplained; above {TRUST_GATE:.0%} the attribution is not to be trusted",
             )
         )
-    if not a.replayed.all():
-        left = np.unique(a.windows.step[~a.replayed])
+    if a.cut_off:
+        text = (
+            f"rank {some(sorted(a.cut_off))}: the pipeline goes on at a rank without a trace "
+            f"({some(sorted(set(a.cut_off.values())))}), so it has the causes that it tells by itself; all means are "
+            "those of the other ranks"
+        )
+        notices.append(Notice("ranks-not-replayed", text))
+    cut = np.isin(a.windows.rank, list(a.cut_off))
+    if not (a.replayed | cut).all():
+        left = np.unique(a.windows.step[~a.replayed & ~cut])
         listed = ", ".join(map(str, left[:8])) + (" …" if len(left) > 8 else "")
         text = f"{len(left)} steps are not there for every rank, or not in one piece ({listed}): they are left out "
         notices.append(Notice("windows-not-replayed", text + "of all means, and count in each GPU's `all_steps` only"))
@@ -438,6 +464,9 @@ def _unavailable(a: Attribution, bubble: dict[str, Any], gpus: list[dict[str, An
                 "known; busy and idle per GPU are found without them",
             )
         )
+    elif _no_replica(a):
+        why = "of the pipelines of this job one was replayed, and nothing tells a slow GPU from a heavy stage"
+        out.append(Notice("slow-worker-unavailable", f"slow_worker is unavailable, because {why}"))
     if any(g["contention"] is None for g in gpus):
         why = "kernels were not seen both alone and beside communication"
         out.append(Notice("contention-unavailable", f"contention is unavailable, because {why}"))

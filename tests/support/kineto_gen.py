@@ -26,7 +26,8 @@ class Shape:
     CONTRACT.md; where it has several stages on a rank, `chunks` says how many. I and W are half a B each. reversed:
     the backwards of a GPipe run from the last micro-batch to the first. replicas: pipelines of `stages` ranks each, of
     equal times. Every step ends with an all-reduce among the replicas of a stage that takes reduce_ns, and one between
-    the first and the last stage of each pipeline that takes embedding_ns, where these are not 0."""
+    the first and the last stage of each pipeline that takes embedding_ns, where these are not 0. slow: factor of each
+    replica, () all alike."""
 
     stages: int = 4
     microbatches: int = 8
@@ -48,6 +49,7 @@ class Shape:
     replicas: int = 1
     reduce_ns: int = 0
     embedding_ns: int = 0
+    slow: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -141,7 +143,8 @@ def _step(truth: Truth, step: int, begin: int) -> int:
                 start = _input_ready(truth, step, rank, todo[rank][0], free[rank], produced)
                 if start is None:
                     break
-                end = start + round(_length(shape, kind) * shape.scale[rank % p])
+                slow = shape.slow[rank // p] if shape.slow else 1.0
+                end = start + round(_length(shape, kind) * shape.scale[rank % p] * slow)
                 truth.ops.append(Op(rank, step, kind, i, start, end, stage))
                 if kind != "W":
                     produced[(rank // p, kind == "F", stage, i)] = end
