@@ -9,8 +9,9 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,42 @@ def test_an_exception_of_the_job_passes_and_what_was_complete_is_kept(tmp_path: 
         raise ValueError("theirs")
     run = recording.read(tmp_path / "run")
     assert set(run.spans.step.tolist()) == {0, 1}
+
+
+class Slow(torch.optim.SGD):
+    """What it does beside its base class takes 5 ms; it fails where it is told to."""
+
+    failing = ""
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(0.005)
+        if self.failing == "inner":
+            with suppress(TypeError):
+                super().step(closure=3)
+        else:
+            super().step(closure)
+        if self.failing == "outer":
+            raise ValueError("overflow")
+
+
+@pytest.mark.parametrize("failing", ["", "inner", "outer"])
+def test_an_optimizer_that_steps_its_base_class_counts_once_and_whole(
+    tmp_path: Path, schedule: Any, failing: str
+) -> None:
+    parameters = list(schedule._stage.submod.parameters())
+    torch.optim.SGD(parameters, lr=0.1)  # from now on torch runs its hooks in the step of the base class too
+    optimizer = Slow(parameters, lr=0.1)
+    x = torch.ones(4, 4)
+    with capture.record(tmp_path / "run", warmup=0):
+        for number in range(3):
+            optimizer.failing = failing if number == 1 else ""
+            schedule.step(x, target=x, losses=[])
+            with suppress(ValueError):
+                optimizer.step()
+    spans = recording.read(tmp_path / "run").spans
+    rows = spans.where(kind=Kind.OPTIMIZER)
+    assert len(set(spans.step[rows].tolist())) == int(rows.sum()) == (2 if failing == "outer" else 3)
+    assert (spans.end_ns - spans.start_ns)[rows].min() >= 5_000_000
 
 
 def test_collectives_are_numbered_and_linked(tmp_path: Path, schedule: Any) -> None:

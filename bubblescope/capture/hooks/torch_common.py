@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from time import perf_counter_ns
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from bubblescope.capture.steps import Label
@@ -48,7 +50,8 @@ def install(recorder: Recorder) -> None:
 
 
 def _hook_optimizers(recorder: Recorder) -> None:
-    """Through torch's own global hooks. A wrapper that steps an inner optimizer counts once (the outermost)."""
+    """Through torch's own global hooks. Torch wraps the `step` of each class, so they run again inside, for a subclass
+    that calls ``super().step()`` as for an optimizer that steps an inner one: the outermost counts."""
     name = "optimizer.step"
     try:
         from torch.optim.optimizer import (
@@ -59,16 +62,16 @@ def _hook_optimizers(recorder: Recorder) -> None:
         recorder.patches.refuse(name, "torch.optim has no global step hooks")
         return
     hook = recorder.patches.hook(name)
-    depth = threading.local()
+    running = threading.local()
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not hook.enabled:
             return
         try:
-            stack = depth.__dict__.setdefault("stack", [])
-            # An optimizer that raised left its entry behind; the same one stepping again replaces it.
-            stack[:] = [entry for entry in stack if entry[0] != id(optimizer)]
-            stack.append((id(optimizer), recorder.mark() if not stack and recorder.rule.current.sampled else None))
+            starts = running.__dict__.setdefault("starts", [])
+            if starts:  # nested, or one that raised left its entry behind
+                del starts[_enclosing(sys._getframe(1)) :]
+            starts.append(recorder.mark() if not starts and recorder.rule.current.sampled else None)
         except Exception as error:  # ours; must not reach the job
             recorder.patches.fail(hook, error)
 
@@ -77,11 +80,13 @@ def _hook_optimizers(recorder: Recorder) -> None:
             return
         try:
             entered = perf_counter_ns()
-            stack = depth.__dict__.get("stack", [])
-            if not stack or stack[-1][0] != id(optimizer):
+            starts = running.__dict__.get("starts", [])
+            if len(starts) > 1:
+                del starts[_enclosing(sys._getframe(1)) + 1 :]
+            if not starts:
                 return
-            _, start = stack.pop()
-            if stack:
+            start = starts.pop()
+            if starts:
                 return
             if start is not None:
                 end = recorder.mark()
@@ -95,6 +100,15 @@ def _hook_optimizers(recorder: Recorder) -> None:
 
     recorder.patches.on_restore(register_optimizer_step_pre_hook(before).remove)
     recorder.patches.on_restore(register_optimizer_step_post_hook(after).remove)
+
+
+def _enclosing(wrapper: FrameType) -> int:
+    """How many calls of torch's wrapper of `step` enclose this one."""
+    count, outer = 0, wrapper.f_back
+    while outer is not None:
+        count += outer.f_code is wrapper.f_code
+        outer = outer.f_back
+    return count
 
 
 def _hook_data_loading(recorder: Recorder) -> None:
