@@ -126,7 +126,7 @@ class Window:
         self._record(recorder)
         self.state = "removing"
         # However long the job takes to its next step: what has gone in must come out.
-        self._at_safe_point(recorder.patches.restore, lambda: True)
+        self._at_safe_point(recorder.unhook, lambda: True)
         self.state = "finishing"
         recorder.stop()
         self.state = "done"

@@ -1,31 +1,43 @@
 """Relates the clocks of a job's hosts, once at the start and once at the end, beside the training.
 
-Over a connection of its own to the job's store, one rank of each host asks rank 0 for the time, some times over. The
-answer was given between question and reply, so half of the shortest round trip bounds the error. It runs on a thread
-of its own, in the first steps, which analysis leaves out; where there are several hosts, the end of the process group
-takes up to `END_S` longer. An interpreter that exits while a thread of it is blocked inside the store would abort. So
-the connection is made before the thread starts, when the job has just used its store: torch goes on trying for seconds
-where a store has ended. The thread polls, and `stop` ends it before the job's store ends.
+Rank 0 listens on a port of its own and leaves its address in the job's store. One rank of each other host asks there
+for the time, some times over: the answer was given between question and reply, so half of the shortest round trip
+bounds the error.
+
+An interpreter that exits while a thread of ours is inside the store aborts, and a connection more for each rank would
+use up what the store may open. So only the training thread goes there, between two steps, over the connection that the
+job has, by calls that never wait; and the one key is taken out again. What waits, waits in sockets of Python's own.
+Where the launcher says that all ranks are on one host, none of this happens.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
+import secrets
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from time import perf_counter_ns
 from typing import Any
 
+KEY = "bubblescope/clock"
 ROUNDS = 24
 START_S = 20.0
-CONNECT_S = 3.0
-"""So long rank 0 answers after the start; hosts that come later are not measured then."""
+"""So long the ranks look for each other; hosts that come later are not measured."""
+LOOK_S = 0.1
+ASK_S = 3.0
 END_S = 1.0
+"""How long the end of the process group may take longer, where there are several hosts."""
+_NOTHING = "?"
+_TIME = struct.Struct("!q")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @dataclass(frozen=True)
@@ -44,99 +56,92 @@ class HostClocks:
 
     def __init__(self, rank: int, world: int, host_key: str, submit: Callable[[dict[str, Any]], None]) -> None:
         self._rank = rank
-        self._world = world
         self._host_key = host_key
         self._submit = submit
-        self._store: Any = None
-        self._asks = False
-        self._reference = ""
-        self._others = 0
+        self._next_look = 0.0
+        self._looks_until = 0.0 if world < 2 or one_host(world) else time.monotonic() + START_S
+        self._answers: _Answers | None = None
+        self._published = False
+        self._asking: threading.Thread | None = None
+        self._asks: _Address | None = None
         self._ended = False
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Connect, and begin the exchange of the start on a thread of its own. Never raises."""
-        try:
-            address = store_address()
-            self._store = None if address is None else connect(address, CONNECT_S)
-        except Exception:  # a store that hides, or is gone: then nothing bounds the clocks, and the reader says so
+    def look(self) -> None:
+        """Between two steps, on the training thread: find rank 0, or be found. Never raises."""
+        now = time.monotonic()
+        if not self._next_look <= now < self._looks_until:
             return
-        if self._store is not None:
-            self._begin("start", START_S)
+        self._next_look = now + LOOK_S
+        try:
+            self._look()
+        except Exception:  # a store that hides, or is gone: then nothing bounds the clocks, and the reader says so
+            self._looks_until = 0.0
+
+    def _look(self) -> None:
+        found = store_of_job()
+        if found is None:
+            self._looks_until = 0.0
+            return
+        store, address = found
+        if self._rank != 0:
+            self._ask_at(store.compare_set(KEY, _NOTHING, _NOTHING).decode(), address[0])
+        elif self._answers is None:
+            self._answers = _Answers(address)
+        elif self._answers.host is not None:
+            store.set(KEY, json.dumps([self._host_key, self._answers.host, self._answers.port, self._answers.token]))
+            self._published, self._looks_until = True, 0.0
+
+    def _ask_at(self, said: str, store_host: str) -> None:
+        if said == _NOTHING:
+            return
+        self._looks_until = 0.0
+        reference, host, port, token = json.loads(said)
+        if reference != self._host_key:
+            address = _Address(reference, host or store_host, port, token)
+            self._asking = threading.Thread(target=self._begin, args=(address,), name="bubblescope-clock", daemon=True)
+            self._asking.start()
+
+    def _begin(self, address: _Address) -> None:
+        if self._ask("start", address, ASK_S):
+            self._asks = address
+
+    def _ask(self, phase: str, address: _Address, limit_s: float) -> bool:
+        """Whether this rank was the one of its host to ask, and got its answers."""
+        try:
+            trips = ask(address, f"{address.token} {phase} {self._host_key}", limit_s)
+        except (OSError, ValueError, struct.error):  # out of reach, or too late: the recording is without this reading
+            return False
+        if trips:
+            self._submit({"kind": "clock", "phase": phase, **vars(best_of(trips, address.reference))})
+        return bool(trips)
 
     def end(self) -> None:
-        """The exchange of the end; returns after `END_S` at the latest, at once on a job of one host."""
-        self.stop()
-        if self._ended or not (self._asks or self._others):
+        """The readings of the end; returns after about `END_S` at the latest, at once on a job of one host."""
+        if self._ended:
             return
         self._ended = True
-        self._begin("end", END_S).join(END_S + 0.5)
-        self.stop()
+        if self._asking is not None:
+            self._asking.join(END_S)
+        if self._asks is not None:
+            self._ask("end", self._asks, END_S)
+        if self._answers is not None:
+            self._answers.wait_for_end(END_S)
+
+    def leave_store(self) -> None:
+        """On the training thread: leave nothing in the job's store."""
+        self._looks_until = 0.0
+        if self._published:
+            self._published = False
+            with suppress(Exception):  # the store is gone, and the key with it
+                found = store_of_job()
+                if found is not None:
+                    found[0].delete_key(KEY)
 
     def stop(self) -> None:
-        """End the thread; what it has not measured by now stays unknown. To be called before the interpreter exits."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(2.0)
-        self._stopping = threading.Event()
-
-    def _begin(self, phase: str, limit_s: float) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(phase, limit_s), name="bubblescope-clock", daemon=True)
-        self._thread = thread
-        thread.start()
-        return thread
-
-    def _run(self, phase: str, limit_s: float) -> None:
-        try:
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            link = _Link(self._store, f"bubblescope/clock/{attempt}/{phase}", limit_s, self._stopping)
-            asks = self._register(link) if phase == "start" else self._asks
-            if self._rank == 0:
-                self._answer(link, phase)
-            elif asks:
-                self._ask(link, phase)
-        except Exception:  # timeouts, a store that is gone: the recording is then without this reading
-            return
-
-    def _register(self, link: _Link) -> bool:
-        """Say which host this is; whether this is the rank that asks for it (rank 0 speaks for its own host)."""
-        if self._rank == 0:
-            link.set("reference", self._host_key)
-        first = link.add(f"host/{self._host_key}") == 1
-        if first:
-            link.add("hosts")
-        link.add("ranks")
-        return first
-
-    def _answer(self, link: _Link, phase: str) -> None:
-        if phase == "start":
-            link.wait_for("ranks", self._world)
-            self._others = link.number("hosts") - 1
-        if self._others:
-            self._tell(phase, Reading(self._host_key, perf_counter_ns(), 0, 0))
-        for number in range(1, self._others + 1):
-            asking = link.get(f"queue/{number}")
-            for i in range(ROUNDS):
-                link.get(f"ask/{asking}/{i}")
-                link.set(f"answer/{asking}/{i}", str(perf_counter_ns()))
-
-    def _ask(self, link: _Link, phase: str) -> None:
-        reference = link.get("reference") if phase == "start" else self._reference
-        if reference == self._host_key:
-            return
-        self._asks, self._reference = True, reference
-        link.set(f"queue/{link.add('queue')}", str(self._rank))
-        self._tell(phase, best_of([self._round_trip(link, i) for i in range(ROUNDS)], reference))
-
-    def _round_trip(self, link: _Link, i: int) -> tuple[int, int, int]:
-        before = perf_counter_ns()
-        link.set(f"ask/{self._rank}/{i}", "")
-        answer = int(link.get(f"answer/{self._rank}/{i}"))
-        return before, answer, perf_counter_ns()
-
-    def _tell(self, phase: str, reading: Reading) -> None:
-        self._submit({"kind": "clock", "phase": phase, **vars(reading)})
+        """Close what is open; where another thread than the training one stops, `leave_store` comes before."""
+        self.leave_store()
+        if self._answers is not None:
+            self._answers.close()
 
 
 def best_of(trips: list[tuple[int, int, int]], reference: str) -> Reading:
@@ -150,60 +155,124 @@ def best_of(trips: list[tuple[int, int, int]], reference: str) -> Reading:
     return Reading(reference, middle, answered - middle, (back - asked) // 2 + 1)
 
 
-class _Link:
-    """The keys of one exchange, with one deadline for all that is waited for, by polling."""
-
-    def __init__(self, store: Any, prefix: str, limit_s: float, stopping: threading.Event) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._deadline = time.monotonic() + limit_s
-        self._stopping = stopping
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(f"{self._prefix}/{key}", value)
-
-    def add(self, key: str, amount: int = 1) -> int:
-        return int(self._store.add(f"{self._prefix}/{key}", amount))
-
-    def number(self, key: str) -> int:
-        return self.add(key, 0)
-
-    def wait_for(self, key: str, number: int) -> None:
-        while self.number(key) < number:
-            self._pause(0.02)
-
-    def get(self, key: str) -> str:
-        """The value, once it is there: looked for without a pause at first, for the sake of short round trips."""
-        name = f"{self._prefix}/{key}"
-        began = time.monotonic()
-        while not self._store.check([name]):
-            waited = time.monotonic() - began
-            self._pause(0.0 if waited < 0.002 else 0.001 if waited < 0.1 else 0.02)
-        return str(self._store.get(name).decode())
-
-    def _pause(self, seconds: float) -> None:
-        if self._stopping.is_set() or time.monotonic() > self._deadline:
-            raise TimeoutError
-        if seconds:
-            time.sleep(seconds)
+# ---- the exchange
 
 
-def store_address() -> tuple[str, int] | None:
-    """Where the job's TCP store listens; None on jobs of one process and on stores of another kind."""
-    dist = getattr(sys.modules.get("torch"), "distributed", None)
-    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+@dataclass(frozen=True)
+class _Address:
+    """Where rank 0 answers, on the host `reference`, to those who know the token."""
+
+    reference: str
+    host: str
+    port: int
+    token: str
 
 
-def connect(address: tuple[str, int], limit_s: float) -> Any:
-    """A connection of our own: one serves one request at a time, and waiting on the job's would hold up the job.
+def ask(address: _Address, request: str, limit_s: float) -> list[tuple[int, int, int]]:
+    """Round trips (asked, answered, back); none when another rank of this host has asked already.
 
-    Raises OSError at once where nothing listens any more, as after the end of rank 0 in a job of srun or mpirun.
+    Raises OSError, ValueError or struct.error when the answers do not come.
     """
-    socket.create_connection(address, limit_s).close()
-    dist = sys.modules["torch"].distributed
-    return dist.TCPStore(*address, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
+    ends = time.monotonic() + limit_s
+    trips = []
+    with socket.create_connection((address.host, address.port), limit_s) as connection:
+        connection.sendall(f"{request}\n".encode())
+        if _receive(connection, 1, ends) != b"1":
+            return []
+        for _ in range(ROUNDS):
+            before = perf_counter_ns()
+            connection.sendall(b"?")
+            (answered,) = _TIME.unpack(_receive(connection, _TIME.size, ends))
+            trips.append((before, answered, perf_counter_ns()))
+    return trips
+
+
+def _receive(connection: socket.socket, count: int, ends: float) -> bytes:
+    connection.settimeout(max(ends - time.monotonic(), 0.001))
+    return connection.recv(count)
+
+
+class _Answers:
+    """Tells the time to one rank of each host at a time, until closed.
+
+    host: where it is reached, None until that is known; "" on the host of the store. Raises OSError without a port.
+    """
+
+    def __init__(self, store_address: tuple[str, int]) -> None:
+        self.token = secrets.token_hex(16)
+        self.host: str | None = None
+        self._store_address = store_address
+        self._served: dict[str, set[str]] = {"start": set(), "end": set()}
+        if socket.has_dualstack_ipv6():
+            self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._listener = socket.create_server(("", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._work, name="bubblescope-clock", daemon=True).start()
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Until those who asked at the start have asked again."""
+        ends = time.monotonic() + limit_s
+        while self._served["start"] - self._served["end"] and time.monotonic() < ends:
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, and ends what a forked child has of it
+        self._listener.close()
+
+    def _work(self) -> None:
+        with suppress(OSError):  # it has been closed, or no way leads to the store
+            self.host = own_address(self._store_address)  # may ask a name server
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError, ValueError):
+                    self._serve(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        ends = time.monotonic() + END_S
+        connection.settimeout(END_S)
+        with connection.makefile("rb", buffering=0) as stream:
+            token, phase, host = stream.readline(500).decode().split()
+        if not secrets.compare_digest(token, self.token):
+            return
+        served = self._served[phase]
+        connection.sendall(b"0" if host in served else b"1")
+        if host not in served:
+            for _ in range(ROUNDS):
+                if not _receive(connection, 1, ends):
+                    return
+                connection.sendall(_TIME.pack(perf_counter_ns()))
+            served.add(host)
+
+
+def own_address(peer: tuple[str, int]) -> str:
+    """By which address of this host that peer is reached; "" when it is this host. Sends nothing. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        own = str(probe.getsockname()[0])
+    return "" if ipaddress.ip_address(own).is_loopback else own
+
+
+# ---- the job
+
+
+def one_host(world: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher says that all ranks of the job are on this host.
+
+    >>> one_host(8, {"LOCAL_WORLD_SIZE": "8"}), one_host(16, {"LOCAL_WORLD_SIZE": "8"}), one_host(8, {})
+    (True, False, False)
+    """
+    return str(world) in [environ.get(name) for name in _LOCAL_SIZES]
+
+
+def store_of_job() -> tuple[Any, tuple[str, int]] | None:
+    """The job's TCP store as its ranks see it, and where it listens; None without one."""
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    store = inner = dist.distributed_c10d._get_default_store()
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return (store, (inner.host, inner.port)) if isinstance(inner, dist.TCPStore) else None

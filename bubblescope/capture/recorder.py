@@ -160,6 +160,12 @@ class Recorder:
         self._lock, self._drop_lock = threading.RLock(), threading.Lock()
         self.rule.current.events.clear()
 
+    def unhook(self) -> None:
+        """On the training thread, where another one stops: restore every original, leave nothing in the job's store."""
+        self.patches.restore()
+        if self._host_clocks is not None:
+            self._host_clocks.leave_store()
+
     def ending(self) -> None:
         """The job is about to end its process group: the last moment to compare clocks over it."""
         if self._host_clocks is not None:
@@ -278,6 +284,8 @@ class Recorder:
         )
 
     def _close_step(self, buffer: StepBuffer) -> None:
+        if self._host_clocks is not None and self.running:
+            self._host_clocks.look()
         if not buffer.sampled or not buffer.events:
             return
         buffer.settle(self._label_failed)
@@ -403,7 +411,6 @@ class Recorder:
         }
         self.writer.start(rank, partial(_header_line, self.folder, header))
         self._host_clocks = HostClocks(rank, world or 1, environment.host_key(), self._write_clock)
-        self._host_clocks.start()
         return True
 
     def _write_clock(self, line: dict[str, Any]) -> None:

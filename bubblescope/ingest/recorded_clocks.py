@@ -100,7 +100,7 @@ def _related(
         # Against this host's own wall clock, so that the figure means something to people.
         offset = found.offset_ns + base - own
         hosts.append(HostClock(host, offset, found.drift, offset - found.half_ns, offset + found.half_ns))
-    how = "rank 0's clock, read over the job's store at the start and the end"
+    how = "rank 0's clock, asked for by each host at the start and the end"
     return Clock(tuple(hosts), True, how), [Move(relations[file.host_key], base) for file in files]
 
 

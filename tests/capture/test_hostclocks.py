@@ -1,12 +1,18 @@
-"""Clocks of a job's hosts, compared over its store. Two processes stand in for two hosts, one with a shifted clock."""
+"""Clocks of a job's hosts. Two processes, or two objects here, stand in for two hosts, one with a shifted clock."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +46,7 @@ def train(rank, folder, port, shift_ns, answers):
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
     x = torch.ones(4, 8)
     with bubblescope.record(folder):
-        for _ in range(8):
+        for _ in range(30):
             schedule.step(*((x,) if rank == 0 else ()), **({"target": x, "losses": []} if rank else {}))
             optimizer.step()
             time.sleep(0.01)
@@ -82,18 +88,18 @@ def test_the_shift_of_a_hosts_clock_is_found_within_its_error(jobs: dict[str, tu
     folder, ends = jobs["two"]
     assert max(ends) < 2.0
     lines = clock_lines(folder, 1)
-    assert {line["phase"] for line in lines} >= {"start"}
+    assert {line["phase"] for line in lines} == {"start", "end"}
     for line in lines:
         assert line["reference"] == "host-0"
         assert abs(int(str(line["offset_ns"])) + SHIFT_NS) <= int(str(line["half_ns"])) < 5_000_000
     run = recording.read(folder)
-    assert run.clock.aligned and "store" in run.clock.how and run.clock.half_width_ns is not None
+    assert run.clock.aligned and "rank 0" in run.clock.how and run.clock.half_width_ns is not None
     assert 0 < run.clock.half_width_ns < 5_000_000
     send, receive = run.links.p2p[0]
     assert abs(int(run.spans.start_ns[send]) - int(run.spans.start_ns[receive])) < 5_000_000_000
     for sent, received in zip(run.links.p2p[:, 0], run.links.p2p_wait[:, 1], strict=True):
         assert run.spans.end_ns[received] >= run.spans.start_ns[sent] - 2 * run.clock.half_width_ns
-    assert run.spans.where(kind=Kind.FORWARD).sum() == 2 * 2 * 8
+    assert run.spans.where(kind=Kind.FORWARD).sum() == 2 * 2 * 30
 
 
 def test_ranks_of_one_host_have_nothing_to_compare(jobs: dict[str, tuple[Path, list[float]]]) -> None:
@@ -103,39 +109,137 @@ def test_ranks_of_one_host_have_nothing_to_compare(jobs: dict[str, tuple[Path, l
     assert run.notices == () and run.clock.half_width_ns == 0
 
 
-def test_no_thread_is_left_that_tries_to_reach_a_store_which_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As jobs of srun and mpirun end, with rank 0: torch goes on trying for seconds, and an interpreter that exits
-    meanwhile would abort."""
-    import torch.distributed
+class Job:
+    """A store, and ranks of a job that has it. calls: of which threads the store was used."""
 
-    assert torch.distributed.is_available()
-    monkeypatch.setattr(hostclocks, "store_address", lambda: ("127.0.0.1", free_port()))
-    clocks = HostClocks(1, 2, "here", lambda line: None)
-    clocks.start()
-    assert clocks._thread is None
-    clocks.end()
-    clocks.stop()
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.calls: set[threading.Thread] = set()
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.add(threading.current_thread())
+        return getattr(self.store, name)
+
+    def rank(self, number: int, host: str) -> HostClocks:
+        return HostClocks(number, 4, host, lambda line: self.lines.append((host, line)))
+
+    def readings(self) -> list[tuple[str, str, str]]:
+        return [(host, line["phase"], line["reference"]) for host, line in self.lines]
 
 
-def test_the_thread_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection is there before the thread is, and the thread has left the store when the job may end it."""
-    connected = []
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    from torch.distributed import PrefixStore, TCPStore
 
-    class Store:
-        def add(self, key: str, amount: int) -> int:
-            return 1
+    master = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    one = Job(PrefixStore("default_pg", master))
+    monkeypatch.setattr(hostclocks, "store_of_job", lambda: (one, ("127.0.0.1", master.port)))
+    monkeypatch.setattr(hostclocks, "LOOK_S", 0.0)
+    return one
 
-        def set(self, key: str, value: str) -> None:
-            pass
 
-    def connect(address: tuple[str, int], limit_s: float) -> Store:
-        connected.append(threading.current_thread())
-        return Store()
+def train(ranks: list[HostClocks], until: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 10.0
+    while not until():
+        assert time.monotonic() < ends, "nothing came of it"
+        for rank in ranks:
+            rank.look()
+        time.sleep(0.005)
 
-    monkeypatch.setattr(hostclocks, "store_address", lambda: ("127.0.0.1", 1))
-    monkeypatch.setattr(hostclocks, "connect", connect)
-    clocks = HostClocks(0, 2, "here", lambda line: None)
-    clocks.start()
-    clocks.end()
-    assert connected == [threading.current_thread()]
-    assert clocks._thread is not None and not clocks._thread.is_alive()
+
+def session(job: Job) -> list[HostClocks]:
+    """Four ranks on hosts a and b that have looked for each other and compared their clocks."""
+    ranks = [job.rank(number, host) for number, host in enumerate("aabb")]
+    had = len(job.lines)
+    train(ranks, lambda: len(job.lines) > had)
+    return ranks
+
+
+def stop(ranks: list[HostClocks]) -> None:
+    threads = [threading.Thread(target=rank.end) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in ranks:
+        rank.stop()
+
+
+def test_each_recording_of_a_job_compares_its_clocks_and_leaves_nothing_in_the_store(job: Job) -> None:
+    for _ in range(2):
+        stop(session(job))
+        assert job.readings() == [("b", "start", "a"), ("b", "end", "a")]
+        assert not job.store.check([hostclocks.KEY])
+        job.lines.clear()
+
+
+def test_a_host_that_comes_later_is_compared_too(job: Job) -> None:
+    first = session(job)
+    late = job.rank(4, "c")
+    train([late], lambda: len(job.lines) == 2)
+    stop([*first, late])
+    assert sorted(job.readings()) == [(h, p, "a") for h in "bc" for p in ("end", "start")]
+
+
+def test_only_the_training_thread_uses_the_store_and_over_no_connection_more(job: Job) -> None:
+    job.store.set("other", "key")
+    before = sockets_to(job.store.underlying_store.port)
+    ranks = session(job)
+    assert sockets_to(job.store.underlying_store.port) == before
+    for rank in ranks:
+        rank.leave_store()
+    stop(ranks)
+    assert job.calls == {threading.current_thread()}
+    assert not [thread for thread in threading.enumerate() if thread.name == "bubblescope-clock" and alive(thread)]
+
+
+def alive(thread: threading.Thread) -> bool:
+    thread.join(2.0)
+    return thread.is_alive()
+
+
+def sockets_to(port: int) -> int:
+    """Connections of this host to that port."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return sum(line[2].endswith(f":{port:04X}") and line[3] == "01" for line in lines)
+
+
+def test_where_the_launcher_says_that_there_is_one_host_nothing_is_looked_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "LOCAL_WORLD_SIZE", "4")
+    ranks = [job.rank(number, "a") for number in range(4)]
+    for rank in ranks:
+        rank.look()
+    stop(ranks)
+    assert job.calls == set() and ranks[0]._answers is None
+
+
+def test_who_does_not_know_the_token_is_told_nothing(job: Job) -> None:
+    first = job.rank(0, "a")
+    train([first], lambda: first._published)
+    answers = first._answers
+    assert answers is not None
+    with socket.create_connection(("127.0.0.1", answers.port), 5.0) as stranger:
+        stranger.sendall(f"{'0' * 32} start b\n".encode())
+        assert stranger.recv(1) == b""
+    stop([first])
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", answers.port), 5.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_is_gone_is_asked_once(rank: int, job: Job) -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Broken pipe")
+
+    job.store = Gone()
+    clocks = job.rank(rank, "a")
+    train([clocks], lambda: clocks._looks_until == 0.0)
+    clocks.look()
+    stop([clocks])
+    assert job.lines == []
