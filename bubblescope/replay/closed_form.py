@@ -39,6 +39,17 @@ class ClosedForm:
         return None if self.own_bubble is None else self.own_bubble / (self.useful + self.own_bubble)
 
 
+HOLDS = {
+    "LoopedBFS": "m ≥ p",
+    "Interleaved1F1B": "p divides m",
+    "ZB-H1": "m ≥ p, W ≤ F and W ≤ I",
+    "ZB-H2": "m ≥ 2p - 1, W ≤ F and 2W ≤ F + I",
+    "ZBVZeroBubble": "m ≥ 2p and F = I = W",
+}
+"""When the formula of a schedule holds, of p stages with m micro-batches, without latency. GPipe's and 1F1B's always
+do; for those that are not here none is known."""
+
+
 def closed_form(
     name: str,
     stages: int,

@@ -38,7 +38,7 @@ def report_json(a: Attribution, options: ReportOptions) -> dict[str, Any]:
     shape = facts.pipeline_shape(a).as_given(
         schedule=options.schedule, microbatches=options.microbatches, stages=options.stages
     )
-    notices = [*a.run.notices, *a.notices, *shape.notices]
+    notices = [*a.run.notices, *a.notices, *shape.notices, *shape.no_theory]
     found = savings(a.programs, a.bases) if a.bases is not None else {}
     gpus = _gpus(a)
     # What is said of all GPUs is the mean of those whose causes are known.

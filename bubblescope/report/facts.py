@@ -13,7 +13,7 @@ from bubblescope.errors import ScheduleError, UsageError
 from bubblescope.model import PIPELINE_KINDS, Action, Kind, Layout, Notice
 from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution
-from bubblescope.replay.closed_form import closed_form
+from bubblescope.replay.closed_form import HOLDS, closed_form
 from bubblescope.replay.program import Node, Program
 from bubblescope.replay.schedules import canonical, recognise
 
@@ -80,6 +80,29 @@ class Shape:
             "inferred": dict(sorted(self.inferred.items())),
             "overruled": dict(sorted(self.overruled.items())),
         }
+
+    @property
+    def no_theory(self) -> tuple[Notice, ...]:
+        """Why there is no `theory`, and what stands in for it; empty where there is one."""
+        if self.theory() is not None:
+            return ()
+        needed = {"stages": self.stages, "micro-batches": self.microbatches, "schedule": self.schedule}
+        lacking = [name for name, fact in (*needed.items(), ("times of operations", self.times)) if not fact]
+        name = canonical(self.schedule) if self.schedule and _is_known(self.schedule) else "custom"
+        instead = ""
+        if lacking:
+            why = f"it needs what is not known ({', '.join(lacking)})"
+        elif name == "custom":
+            why = "none is known for this order"
+        else:
+            why = f"that of {name} holds for {HOLDS[name]}" if name in HOLDS else f"none is known for {name}"
+            m = (self.microbatches or 0) // self.passes
+            times = zip(("forward", "input-grad", "weight-grad"), self.times or (), strict=True)
+            options = " ".join(f"--{key} {seconds:.4g}" for key, seconds in times)
+            shape = f"--schedule {name} --stages {self.stages} --microbatches {m}"
+            instead = f"; bubblescope simulate {shape} {options} replays it"
+        text = f"the closed form (bubble.theory) is unavailable, because {why}{instead}"
+        return (Notice("theory-unavailable", text),)
 
     def theory(self) -> dict[str, Any] | None:
         """The schedule's closed form for equal stages with the measured mean times; None where none is known."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bubblescope.cli.main import run as run_command
 from bubblescope.model import Action, Kind, Run, Spans
 from bubblescope.replay.attribution import PHASES, Attribution, attribute
 from bubblescope.replay.causes import CAUSES
@@ -141,6 +142,29 @@ def test_equal_stages_that_split_their_backward_differently_are_not_called_slow(
     sentence = first_screen(report).sentence
     assert "stages that take equally long in all divide it differently into forward, input and weight" in sentence
     assert "slower" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("DualPipeV", "none is known for DualPipeV"),
+        ("InterleavedZeroBubble", "none is known for InterleavedZeroBubble"),
+        ("ZBVZeroBubble", "that of ZBVZeroBubble holds for m ≥ 2p and F = I = W"),
+    ],
+)
+def test_where_there_is_no_closed_form_a_notice_says_why_and_how_to_replay_the_schedule(name: str, why: str) -> None:
+    report = build(make_run(Job(name, 2, 4), constant(F, B, split=0.75)), ReportOptions())
+    assert report.data["bubble"]["theory"] is None
+    (told,) = (w["message"] for w in report.data["source"]["warnings"] if w["code"] == "theory-unavailable")
+    assert f"is unavailable, because {why}; bubblescope simulate --schedule {name} --stages 2" in told
+    command = told.split("; bubblescope ")[1].removesuffix(" replays it").split()
+    assert run_command(command) == 0
+
+
+def test_where_there_is_a_closed_form_no_notice_says_otherwise() -> None:
+    report = build(make_run(Job("ZBVZeroBubble", 2, 4), constant(F, B)), ReportOptions())
+    assert report.data["bubble"]["theory"] is not None
+    assert "theory-unavailable" not in {w["code"] for w in report.data["source"]["warnings"]}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
