@@ -17,16 +17,22 @@ _NAMES = (
 )
 
 
+_WHOLE_JOB = ("0", "default_pg")
+"""Names of the communicator of all ranks."""
 MOST_RANKS = 1 << 20
 """A rank or a world size beyond it is damage: no job has that many, and the ranks that lack a file are listed."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """rank None: not known. world_size None: not known. groups: name -> (description, global ranks)."""
+    """rank None: not known; how it was found. other_rank, other_how: what else than ``distributedInfo`` tells. doubt:
+    why ``distributedInfo`` cannot be right. world_size None: not known. groups: name -> (description, global ranks)."""
 
     rank: int | None
     how: str
+    other_rank: int | None
+    other_how: str
+    doubt: str
     world_size: int | None
     backend: str
     host: str
@@ -41,17 +47,22 @@ def identify(scan: Scan) -> Identity:
     world = _whole(info.get("world_size"))
     if not world:
         world = max((len(ranks) for _, ranks in groups.values()), default=0) or None
-    rank, how = _rank(info, scan)
+    rank, how = _whole(info.get("rank")), "distributedInfo"
+    other, other_how = _other_rank(scan)
+    doubt = ""
+    if rank is not None and (stated := _whole(info.get("world_size"))) and rank >= stated:
+        doubt = f"distributedInfo says rank {rank} of {stated}, which cannot be"
+    if rank is None or (doubt and other is not None):
+        rank, how = other, other_how
+        doubt = doubt and f"{doubt}; rank {other} is what the {other_how} says"
     backend = str(info.get("backend") or "").lower()
     host = str(scan.head.get("host_name") or "")
-    return Identity(rank, how, world, backend, host, groups)
+    return Identity(rank, how, other, other_how, doubt, world, backend, host, groups)
 
 
-def _rank(info: dict[str, Any], scan: Scan) -> tuple[int | None, str]:
-    rank = _whole(info.get("rank"))
-    if rank is not None:
-        return rank, "distributedInfo"
-    for reading in (global_rank, _rank_as_global):
+def _other_rank(scan: Scan) -> tuple[int | None, str]:
+    """The process-group arguments' rank, else the file name's."""
+    for reading in (global_rank, _rank_as_global, own_end):
         found = {r for r in map(reading, scan.comms) if r is not None}
         if len(found) == 1 and (rank := _whole(found.pop())) is not None:
             return rank, "process-group arguments"
@@ -81,11 +92,29 @@ def global_rank(comm: CommArgs) -> int | None:
         return None
     if comm.members:
         return comm.members[comm.rank] if comm.rank < len(comm.members) else None
-    return comm.rank if comm.group in ("0", "default_pg") else None
+    return comm.rank if comm.group in _WHOLE_JOB else None
 
 
 def _rank_as_global(comm: CommArgs) -> int | None:
     return comm.rank if comm.rank >= 0 and (not comm.members or comm.rank in comm.members) else None
+
+
+def own_end(comm: CommArgs) -> int | None:
+    """Global rank of the process that sends or receives `comm`; None where it may be read as another rank, too: some
+    versions number the ends of a message within the group.
+
+    >>> own_end(CommArgs("send", members=(4, 5), src=5, dst=4)), own_end(CommArgs("recv", members=(4, 5), src=0, dst=1))
+    (5, 5)
+    >>> own_end(CommArgs("send", members=(0, 2, 4), src=2, dst=4)) is None
+    True
+    """
+    own = {"send": comm.src, "recv": comm.dst}.get(comm.collective, -1)
+    if own < 0:
+        return None
+    if not comm.members:
+        return own if comm.group in _WHOLE_JOB else None
+    readings = {own} & set(comm.members) | set(comm.members[own : own + 1])
+    return readings.pop() if len(readings) == 1 else None
 
 
 def ranks_in_one_group(comms: list[CommArgs]) -> set[int]:

@@ -146,7 +146,7 @@ def _with_ranks(parts: list[Part], notices: list[Notice]) -> list[Part]:
         listed = ", ".join(PurePosixPath(p.path).name for p in unknown[:5])
         raise InputError(
             f"the ranks of {len(unknown)} files cannot be told ({listed}): no distributedInfo, no process-group "
-            "arguments, no number in the names",
+            "arguments that say which rank is theirs, no number of a rank in the names",
             hint="name the files rank0.json, rank1.json, … or analyse them one by one",
             where=str(PurePosixPath(unknown[0].path).parent),
         )

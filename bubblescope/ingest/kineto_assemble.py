@@ -43,6 +43,8 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
     _refuse_two_ranks(scan)
     _refuse_unusable_times(scan)
     events, said = _sound(scan)
+    if who.doubt:
+        said.append(Notice("rank-not-believed", who.doubt, scan.path))
     _refuse_nameless(scan, events)
     names = Names()
     steps_named = tuple(r for r in options.range_rules() if r.kind is None)
@@ -67,6 +69,8 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
         path=scan.path,
         rank=-1 if who.rank is None else who.rank,
         rank_how=who.how,
+        other_rank=-1 if who.other_rank is None else who.other_rank,
+        other_how=who.other_how,
         spans=spans,
         names=names,
         launch=launch,

@@ -262,6 +262,6 @@ def _arguments(call: Call, me: int, members: dict[int, int]) -> CommArgs:
 def _part(one: _Ranked, options: ReadOptions) -> Part:
     scan = one.process.scan
     scan.head["distributedInfo"] = {"rank": one.rank, "backend": "nccl"}
-    if one.world is not None:
+    if one.world is not None and one.rank < one.world:
         scan.head["distributedInfo"]["world_size"] = one.world
     return replace(assemble(scan, options), rank_how=one.how)

@@ -21,7 +21,8 @@ _INSIDE = 0.9
 class Part:
     """What one file says. `timing`: "kernels", "host", or "" for a rank whose device was not recorded.
 
-    launch: rows (host launch, device row) into `spans`. groups: communicator name -> (description, ranks).
+    launch: rows (host launch, device row) into `spans`. groups: communicator name -> (description, ranks). other_rank:
+    what else than ``distributedInfo`` tells, -1 nothing.
     """
 
     path: str
@@ -38,6 +39,8 @@ class Part:
     events: int = 0
     groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
+    other_rank: int = -1
+    other_how: str = ""
 
 
 def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
@@ -48,8 +51,9 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     """
     given, (parts, strangers) = parts, _one_job(parts)
     parts, copies = _without_copies(parts)
+    parts, moved = _not_all_one_rank(parts)
     parts, said = _one_per_rank(parts)
-    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *copies, *said]
+    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *copies, *moved, *said]
     seen = [p.rank for p in parts]
     parts, unmarked = _alike_in_steps(parts)
     notices.extend(unmarked)
@@ -136,10 +140,45 @@ def _same_events(a: Spans, b: Spans) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("start_ns", "end_ns", "stream"))
 
 
+def _not_all_one_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
+    """Where ``distributedInfo`` of several files that were recorded at one time names the same rank, those of which
+    something else names a rank that is not taken are of that rank, and named.
+
+    Example: rank0.json … rank3.json all say rank 0: they are of ranks 0 to 3, as their names say.
+    """
+    claims: dict[int, list[Part]] = {}
+    for part in parts:
+        claims.setdefault(part.rank, []).append(part)
+    taken = claims.keys() | {rank for rank, n in Counter(p.other_rank for p in parts).items() if n > 1}
+    out, notices = [], []
+    for part in parts:
+        beside = [p for p in claims[part.rank] if p is not part and _at_one_time(p.spans, part.spans)]
+        free = part.other_rank >= 0 and part.other_rank not in taken
+        if not beside or not free or part.rank_how != "distributedInfo" or _same_events(beside[0].spans, part.spans):
+            out.append(part)
+            continue
+        message = (
+            f"distributedInfo says rank {part.rank}, as that of {beside[0].path} does; rank {part.other_rank} is what "
+            f"the {part.other_how} says"
+        )
+        notices.append(Notice("rank-not-believed", message, part.path))
+        out.append(replace(part, rank=part.other_rank, rank_how=part.other_how))
+    return out, notices
+
+
+def _at_one_time(a: Spans, b: Spans) -> bool:
+    """Whether most of the shorter one lies within the other."""
+    if not len(a) or not len(b):
+        return False
+    low, high = max(a.start_ns.min(), b.start_ns.min()), min(a.end_ns.max(), b.end_ns.max())
+    shorter = min(int(s.end_ns.max() - s.start_ns.min()) for s in (a, b))
+    return bool(high - low > shorter // 2)
+
+
 def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
     chosen: dict[int, Part] = {}
     notices = []
-    for part in sorted(parts, key=lambda p: (p.rank, not p.timing, -p.events, p.path)):
+    for part in sorted(parts, key=_fuller_first):
         kept = chosen.setdefault(part.rank, part)
         if kept is not part:
             why = f"{kept.events} events against {part.events}"
@@ -148,6 +187,11 @@ def _one_per_rank(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
             message = f"rank {part.rank} is claimed by two files; {kept.path} is used ({why})"
             notices.append(Notice("rank-duplicate", message, part.path))
     return [chosen[rank] for rank in sorted(chosen)], notices
+
+
+def _fuller_first(part: Part) -> tuple[int, bool, bool, int, str]:
+    """Of the parts of a rank: with GPU events, not of another rank by something else, with more events."""
+    return part.rank, not part.timing, part.other_rank not in (-1, part.rank), -part.events, part.path
 
 
 def _alike_in_steps(parts: list[Part]) -> tuple[list[Part], list[Notice]]:

@@ -222,6 +222,55 @@ def test_without_distributed_info_the_process_group_tells_the_rank(tmp_path: Pat
     assert run.layout.inferred["ranks"] == "process-group arguments"
 
 
+def test_the_ends_of_messages_tell_the_rank(tmp_path: Path) -> None:
+    """Without a Rank among the arguments: a send comes from this rank, a receive goes to it."""
+    for rank, document in documents().items():
+        del document["distributedInfo"]
+        for event in document["traceEvents"]:
+            event["args"].pop("Rank", None)
+        (tmp_path / f"{'abcd'[rank]}.json").write_text(dumps(document))
+    run = read(tmp_path)
+    assert [busy_ns(run, r) for r in range(4)] == [TRUTH.busy_ns(r) for r in range(4)]
+    assert run.layout.inferred["ranks"] == "process-group arguments"
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_rank_beyond_the_world_size_is_not_believed(tmp_path: Path, metadata: bool) -> None:
+    docs = documents(metadata=metadata)
+    docs[2]["distributedInfo"]["rank"] = 7
+    write_all(tmp_path, docs)
+    run = read(tmp_path)
+    assert run.ranks == [0, 1, 2, 3]
+    assert run.layout.missing_ranks == []
+    (notice,) = [n for n in run.notices if n.code == "rank-not-believed"]
+    how = "process-group arguments" if metadata else "file name"
+    assert notice.message == f"distributedInfo says rank 7 of 4, which cannot be; rank 2 is what the {how} says"
+
+
+def test_files_that_all_say_one_rank_have_those_of_their_names(tmp_path: Path) -> None:
+    docs = documents(metadata=False)
+    for document in docs.values():
+        document["distributedInfo"]["rank"] = 0
+    write_all(tmp_path, docs)
+    run = read(tmp_path)
+    assert [busy_ns(run, r) for r in range(4)] == [TRUTH.busy_ns(r) for r in range(4)]
+    said = [n.message for n in run.notices if n.code == "rank-not-believed"]
+    assert len(said) == 3
+    assert said[0].endswith("rank 1 is what the file name says")
+
+
+def test_two_windows_of_a_rank_do_not_become_two_ranks(tmp_path: Path) -> None:
+    docs = documents(metadata=False)
+    later = json.loads(json.dumps(docs[0]))
+    for event in later["traceEvents"]:
+        event["ts"] += 1e6
+    write_all(tmp_path, {0: docs[0], 1: later})
+    run = read(tmp_path)
+    assert run.ranks == [0]
+    (notice,) = [n for n in run.notices if n.code == "rank-duplicate"]
+    assert notice.where == str(tmp_path / "rank1.json")
+
+
 def test_without_any_sign_of_a_rank_the_files_are_refused_and_listed(tmp_path: Path) -> None:
     for rank, document in documents(metadata=False).items():
         del document["distributedInfo"]
