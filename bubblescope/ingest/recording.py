@@ -320,8 +320,9 @@ def _build(files: list[File], notices: list[Notice], found: list[Path]) -> Run:
     parts = [move(part) for part, move in zip(parts, moves, strict=True)]
     spans = Spans.concat(parts).sorted()
     if all(file.layout is None for file in files):
-        spans, said = settled.from_zero(spans, files[0].header.world)
-        notices.extend(said)
+        for mend in (settled.ended, functools.partial(settled.from_zero, world=files[0].header.world)):
+            spans, said = mend(spans)
+            notices.extend(said)
     spans, layers = take_layers(settled.find_peers(spans), names)
     origin = int(spans.start_ns.min()) if len(spans) else 0
     spans = _shift(spans, -origin)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bubblescope.errors import InputError
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Names, Notice, Spans
+from bubblescope.model.notice import some
 
 EVALUATION = "evaluation"
 """Name of the row that covers an evaluation."""
@@ -129,6 +131,40 @@ def _least(group: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[np
     least = np.full(len(groups), np.iinfo(np.int64).max)
     np.minimum.at(least, at, value)
     return least[at]
+
+
+def ended(spans: Spans) -> tuple[Spans, list[Notice]]:
+    """Without the steps in which a stage runs a micro-batch forward again after its backward, and what is to be said of
+    them: nobody said where the first of the steps in them ends. Raises InputError when that is all of them.
+
+    >>> rows = Spans.from_columns(5, kind=[1, 2, 1, 1, 2], stage=0, microbatch=0, step=[0, 0, 0, 1, 1],
+    ...     start_ns=[0, 1, 2, 3, 4], end_ns=[1, 2, 3, 4, 5])
+    >>> made, said = ended(rows)
+    >>> made.step.tolist(), said[0].message.partition(":")[0]
+    ([1, 1], '1 of 2 steps left out (0)')
+    """
+    ran = np.flatnonzero(spans.where(kind=PIPELINE_KINDS, lane=Lane.COMPUTE) & (spans.step >= 0) & (spans.stage >= 0))
+    ran = ran[spans.microbatch[ran] >= 0]
+    columns = np.column_stack([spans.step[ran], spans.rank[ran], spans.stage[ran], spans.microbatch[ran]])
+    which, at = np.unique(columns, axis=0, return_inverse=True)
+    at, forward = at.reshape(-1), spans.kind[ran] == Kind.FORWARD
+    last, first = np.full(len(which), np.iinfo(np.int64).min), np.full(len(which), np.iinfo(np.int64).max)
+    np.maximum.at(last, at[forward], spans.start_ns[ran[forward]])
+    np.minimum.at(first, at[~forward], spans.end_ns[ran[~forward]])
+    again = which[last >= first]
+    if not len(again):
+        return spans, []
+    steps, left = np.unique(spans.step[spans.step >= 0]), np.unique(again[:, 0])
+    step, rank, stage, microbatch = again[0]
+    what = (
+        f"in step {step} rank {rank} runs micro-batch {microbatch} of stage {stage} forward again after its backward, "
+        "so it is more than one step"
+    )
+    hint = "call bubblescope.step() where each step ends; where gradients accumulate, number the micro-batches on"
+    if len(left) == len(steps):
+        raise InputError(f"the recording does not say where steps end: {what}", hint=hint)
+    message = f"{len(left)} of {len(steps)} steps left out ({some(left.tolist(), count_rest=True)}): {what}; {hint}"
+    return spans.take(~np.isin(spans.step, left)), [Notice("step-not-ended", message)]
 
 
 def find_peers(spans: Spans) -> Spans:

@@ -426,6 +426,34 @@ def test_a_loop_of_ones_own_may_count_from_one(tmp_path: Path, stage: int, first
     assert codes(run) == ["numbered-from-one"] * (stage + first)
 
 
+def again(number: int, rank: int) -> dict[str, object]:
+    """A step line that holds two steps: everything comes twice."""
+    order = [(kind, m) for _ in range(2) for kind in "FB" for m in (0, 1)]
+    rows: list[dict[str, object]] = [{"kind": kind, "stage": rank, "microbatch": m} for kind, m in order]
+    for i, row in enumerate(rows):
+        row["start_ns"] = 1000 * number + i * 10
+        row["end_ns"] = 1000 * number + i * 10 + 9
+    return step(number, rows)
+
+
+def test_a_loop_that_never_says_where_a_step_ends_is_told_so(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, header(rank, 2), again(0, rank), end())
+    with pytest.raises(InputError, match="does not say where steps end: in step 0 rank 0 runs micro-batch 0") as caught:
+        recording.read(tmp_path)
+    assert "bubblescope.step()" in (caught.value.hint or "")
+
+
+def test_a_step_whose_end_was_not_said_is_left_out_and_named(tmp_path: Path) -> None:
+    own_loop(tmp_path, 0, [[0, 1]] * 3)
+    with (tmp_path / "rank-00001.jsonl").open("ab") as file:
+        file.write(text(again(3, 1)))
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {0, 1, 2}
+    (notice,) = [n for n in run.notices if n.code == "step-not-ended"]
+    assert notice.message.startswith("1 of 4 steps left out (3): in step 3 rank 1 runs micro-batch 0 of stage 1")
+
+
 def test_numbers_that_begin_elsewhere_stay_as_they_are_and_it_is_said(tmp_path: Path) -> None:
     """Stage 1 is the first of a job that lacks a rank, and one rank lacks its first micro-batches."""
     own_loop(tmp_path, 1, [[0, 1, 2]] * 2, world=3)
