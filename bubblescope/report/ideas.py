@@ -277,8 +277,8 @@ def more_microbatches(b: Basis, counts: Iterable[int]) -> Iterator[Idea]:
                 f"the saving is per {counted(now, 'micro-batch', 'micro-batches')}",
                 "other numbers of micro-batches, transfers and pauses of the host vary in length as the measured ones, "
                 "and slow GPUs stay slow",
-                "what is outside the pipeline (optimizer, reductions, all before the first forward) costs the same per "
-                "step",
+                "what is outside the pipeline (optimizer, reductions, what the host does before the first forward) "
+                "costs the same per step; loading the data that a step waits for takes as long per micro-batch as now",
             ),
             memory_note(b.model, schedule),
         )

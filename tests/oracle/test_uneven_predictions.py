@@ -89,6 +89,17 @@ def test_another_schedule_takes_what_a_run_with_it_takes(
     assert found["changes"][0]["step_seconds"] == pytest.approx(truth, rel=3e-3)
 
 
+@pytest.mark.parametrize("microbatches", [4, 16, 32])
+def test_data_that_a_step_waits_for_is_loaded_for_each_of_its_micro_batches(microbatches: int) -> None:
+    usual = constant(10 * MS, 20 * MS)
+    before = replace(job_of(), data=40 * MS, host=7 * MS)
+    after = replace(job_of(microbatches), data=40 * MS * microbatches // MICROBATCHES, host=7 * MS)
+    found = explore(report(before, usual), Wanted(microbatches=(microbatches,)))["changes"][0]
+    truth = step_seconds(report(after, usual).attribution)[1].mean()
+    assert found["step_seconds"] == pytest.approx(truth, rel=1e-3)
+    assert found["saved_seconds"] == pytest.approx(found["now_seconds"] - truth * 8 / microbatches, rel=5e-3)
+
+
 def test_pauses_of_the_host_come_with_the_micro_batches() -> None:
     """Here the host of the first GPU takes 5 ms before each forward but the first of a step."""
 
