@@ -50,7 +50,7 @@ def standby(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[float]) 
 def test_five_steps_by_agent_leave_the_job_as_it_was(standby: Job, tmp_path: Path) -> None:
     one, target = standby, str(standby.folder)
     one.wait_steps(40)
-    before = len(one.steps(0))
+    before, opened = len(one.steps(0)), open_files(one)
     done = attach(one, target, "--steps", "5", "--out", str(tmp_path / "a"))
     assert done.returncode == 0, done.stderr
     after = len(one.steps(0)) + 3
@@ -67,9 +67,14 @@ def test_five_steps_by_agent_leave_the_job_as_it_was(standby: Job, tmp_path: Pat
     again = attach(one, target, "--duration", "0.5", "--out", str(tmp_path / "b"))
     assert again.returncode == 0, again.stderr
     assert report(tmp_path / "b")["source"]["missing_ranks"] == []
+    assert open_files(one) == opened, "an attach left something open in the job"
     taken = attach(one, target, "--steps", "5", "--out", str(tmp_path / "a"))
     assert taken.returncode == 2
     assert "recording of this host already" in taken.stderr
+
+
+def open_files(one: Job) -> list[int]:
+    return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in one.pids]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
