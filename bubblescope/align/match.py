@@ -19,9 +19,9 @@ _SHIFTS = 16
 def match(run: Run) -> Run:
     """Fill `Links.p2p`, `Links.p2p_wait` and `Links.collective` where they are empty.
 
-    Key: (communicator, source, destination, k-th in host issue order). Where the two sides count differently
-    within a step, heads or tails are dropped by the smallest shift that satisfies bytes and, on one clock,
-    causality; what stays unmatched is counted in a Notice.
+    Key: (communicator, source, destination, k-th in host issue order). Messages of a step that the two sides count
+    differently stay unmatched. Where no steps are known, heads or tails are dropped by the smallest shift that
+    satisfies bytes and, on one clock, causality. What stays unmatched is counted in a Notice.
     """
     if len(run.links.p2p) == 0:
         run = _match_p2p(run)
@@ -110,22 +110,14 @@ def _one_name_per_pair(run: Run, rows: Int) -> Int:
 
 
 def _pair(run: Run, sends: Int, receives: Int) -> tuple[Int, Int, int]:
-    """Matched rows of one queue, and 1 when a shift was needed. Steps that both sides count alike are matched
-    within themselves, so that a cut at one end of the trace moves nothing else."""
+    """Matched rows of one queue, and 1 when a shift was needed. Where steps are known those that both sides count alike
+    are matched within themselves: of another one nobody can say which message was lost, and it moves nothing else."""
     spans = run.spans
     step_s, step_r = spans.step[sends], spans.step[receives]
     if len(sends) and len(receives) and (step_s >= 0).all() and (step_r >= 0).all():
-        out_s, out_r, moved = [], [], 0
-        for step in np.intersect1d(step_s, step_r).tolist():
-            a, b = sends[step_s == step], receives[step_r == step]
-            if len(a) != len(b):
-                a, b = _shift(run, a, b)
-                moved = 1
-            out_s.append(a)
-            out_r.append(b)
-        if out_s:
-            return np.concatenate(out_s), np.concatenate(out_r), moved
-        return sends[:0], receives[:0], 0
+        counts = [dict(zip(*np.unique(steps, return_counts=True), strict=True)) for steps in (step_s, step_r)]
+        alike = [step for step, count in counts[0].items() if counts[1].get(step) == count]
+        return sends[np.isin(step_s, alike)], receives[np.isin(step_r, alike)], 0
     if len(sends) == len(receives):
         return sends, receives, 0
     return (*_shift(run, sends, receives), 1)

@@ -23,9 +23,8 @@ from bubblescope.analysis.operations import (
 )
 from bubblescope.analysis.quarantine import quarantine
 from bubblescope.analysis.windows import Windows, find_windows
-from bubblescope.errors import ScheduleError
 from bubblescope.model import Kind, Notice, Run, Spans
-from bubblescope.model.notice import some
+from bubblescope.model.notice import counted, some
 from bubblescope.replay.bases import BaseTable, find_bases
 from bubblescope.replay.causes import CAUSES, OUTSIDE_PIPELINE, Decomposition, decompose, gap_bounds
 from bubblescope.replay.ladder import RUNGS, carve
@@ -69,7 +68,8 @@ class Gaps:
 @dataclass(frozen=True, eq=False)
 class Attribution:
     """Everything concluded about a run. replayed: shape (w,), whether the window's causes come from the replay.
-    cut_off: ranks whose pipeline goes on at one without a trace -> such a rank."""
+    cut_off: ranks whose pipeline goes on at one without a trace -> such a rank. left_out: steps that could not be
+    replayed -> why."""
 
     run: Run
     windows: Windows
@@ -83,6 +83,7 @@ class Attribution:
     notices: tuple[Notice, ...] = ()
     replay_refused: str = ""
     cut_off: dict[int, int] = field(default_factory=dict)
+    left_out: dict[int, str] = field(default_factory=dict)
     sets: dict[int, DeviceSets] = field(default_factory=dict, repr=False)
 
     @property
@@ -120,7 +121,7 @@ def attribute(run: Run) -> Attribution:
     idle = measure(windows, sets)
     operations = find_operations(run, windows)
     beyond = cut_off(run, windows)
-    programs, refused = _programs(run, windows, operations, beyond)
+    programs, refused, left_out = _programs(run, windows, operations, beyond)
     bases = find_bases(programs) if programs else None
     replayed = np.zeros(len(windows), dtype=np.bool_)
     parts: list[Gaps] = []
@@ -146,6 +147,7 @@ def attribute(run: Run) -> Attribution:
         (*windows.notices, *_barrier_notices(programs), *_order_notices(run, programs), *_awaited_notices(programs)),
         refused,
         beyond,
+        left_out,
         sets,
     )
 
@@ -153,41 +155,64 @@ def attribute(run: Run) -> Attribution:
 # --- when a replay is possible --------------------------------------------------------------------------------
 
 
-def _programs(run: Run, windows: Windows, operations: Operations, beyond: dict[int, int]) -> tuple[list[Program], str]:
-    """The programs of the ranks that are not cut off (`beyond`, see `cut_off`), or why there are none."""
+def _programs(
+    run: Run, windows: Windows, operations: Operations, beyond: dict[int, int]
+) -> tuple[list[Program], str, dict[int, str]]:
+    """The programs of the ranks that are not cut off (`beyond`, see `cut_off`), or why there are none; and steps that
+    have none, with the reason. A damaged step costs no other."""
+    refused = _no_pipeline(run, windows, operations, beyond)
+    if refused:
+        return [], refused, {}
+    uncut = ~np.isin(windows.rank, list(beyond))
+    steps, count = np.unique(windows.step[uncut], return_counts=True)
+    lacking = count < len(np.unique(windows.rank[uncut]))
+    left_out = dict.fromkeys(steps[lacking].tolist(), "not there for every rank")
+    # A step may hold nothing but what was left of damaged rows.
+    mine = is_pipeline(operations.kind) & uncut[operations.window]
+    steps = np.intersect1d(steps[~lacking], windows.step[operations.window[mine]])
+    if not len(steps):
+        return [], "no step is there for every rank of a pipeline", left_out
+    unclear = mine & ((operations.microbatch < 0) | (operations.stage < 0))
+    unclear_steps = np.intersect1d(steps, windows.step[operations.window[unclear]])
+    left_out |= dict.fromkeys(
+        unclear_steps.tolist(), "not all of its forwards and backwards have stage and micro-batch"
+    )
+    steps = np.setdiff1d(steps, unclear_steps)
+    if not len(steps):
+        return [], "in no step are stage and micro-batch of every forward and backward known", left_out
+    programs, circular = build_programs(run, windows, operations, uncut & np.isin(windows.step, steps))
+    left_out |= circular
+    last = -1 if run.layout.stages is None else run.layout.stages * (run.layout.chunks or 1) - 1
+    without = [_unmatched(p, last) for p in programs]
+    fed = [p for p, count in zip(programs, without, strict=True) if not count]
+    for p, lost in zip(programs, without, strict=True):
+        if lost:
+            left_out |= dict.fromkeys(
+                p.steps.tolist(), f"no message was matched to {counted(lost, 'operation')} that need an input"
+            )
+    if not programs:
+        step, why = min(circular.items())
+        return [], f"in step {step} {why}", left_out
+    if not fed:
+        total = sum(lost * len(p.steps) for p, lost in zip(programs, without, strict=True))
+        return [], f"{total} operations need an input from another rank and no message was matched to them", left_out
+    return fed, "", left_out
+
+
+def _no_pipeline(run: Run, windows: Windows, operations: Operations, beyond: dict[int, int]) -> str:
+    """Why no step of the run can be replayed; "" where nothing speaks against it."""
     if not is_pipeline(operations.kind).any():
-        return [], "no forward and backward operations of micro-batches were found"
+        return "no forward and backward operations of micro-batches were found"
     cut = run.layout.missing_ranks and np.isin(run.spans.kind, (Kind.SEND, Kind.RECV)).any()
     if run.layout.stages is None and not len(run.links.p2p) and not cut:
         if not (operations.kind == Kind.FORWARD).any():
-            return [], "no pipeline was found: only backwards of micro-batches were seen, and no forward"
-        return [], "no pipeline was found: no stages, and no message of which both ends were seen"
+            return "no pipeline was found: only backwards of micro-batches were seen, and no forward"
+        return "no pipeline was found: no stages, and no message of which both ends were seen"
     if not run.clock.aligned:
-        return [], "the clocks of the ranks are not aligned"
-    uncut = ~np.isin(windows.rank, list(beyond))
-    if not uncut.any():
-        lacking = some(sorted(set(beyond.values())))
-        return [], f"every pipeline that was seen goes on at a rank without a trace ({lacking})"
-    steps, count = np.unique(windows.step[uncut], return_counts=True)
-    # A step may hold nothing but what was left of damaged rows.
-    mine = is_pipeline(operations.kind) & uncut[operations.window]
-    whole = np.intersect1d(steps[count == count.max()], windows.step[operations.window[mine]])
-    if not len(whole) or count.max() < len(np.unique(windows.rank[uncut])):
-        return [], "no step is there for every rank of a pipeline"
-    unclear = mine & ((operations.microbatch < 0) | (operations.stage < 0))
-    whole = np.setdiff1d(whole, windows.step[operations.window[unclear]])
-    if not len(whole):
-        return [], "in no step are stage and micro-batch of every forward and backward known"
-    try:
-        programs = build_programs(run, windows, operations, uncut & np.isin(windows.step, whole))
-    except ScheduleError as error:
-        return [], str(error)
-    last = -1 if run.layout.stages is None else run.layout.stages * (run.layout.chunks or 1) - 1
-    missing = [p for p in programs if _unmatched(p, last) > 0]
-    if missing and len(missing) == len(programs):
-        lacking_input = sum(_unmatched(p, last) * len(p.steps) for p in missing)
-        return [], f"{lacking_input} operations need an input from another rank and no message was matched to them"
-    return [p for p in programs if _unmatched(p, last) == 0], ""
+        return "the clocks of the ranks are not aligned"
+    if np.isin(windows.rank, list(beyond)).all():
+        return f"every pipeline that was seen goes on at a rank without a trace ({some(sorted(set(beyond.values())))})"
+    return ""
 
 
 def _barrier_notices(programs: list[Program]) -> list[Notice]:

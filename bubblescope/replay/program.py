@@ -129,20 +129,26 @@ class _Flat:
 
 def build_programs(
     run: Run, windows: Windows, operations: Operations, chosen: NDArray[np.bool_] | None = None
-) -> list[Program]:
-    """The programs of the chosen windows (None: of all), one per distinct structure of a step, biggest group first.
+) -> tuple[list[Program], dict[int, str]]:
+    """The programs of the chosen windows (None: of all), one per distinct structure of a step, biggest group first; and
+    the steps in which the measured order is circular (which only a wrong matching can cause), with the circle.
 
-    Only ranks with a chosen window in a step take part in it. Raises ScheduleError when the measured order is cyclic
-    (which only a wrong matching can cause).
+    Only ranks with a chosen window in a step take part in it.
     """
     if not len(windows) or not len(operations):
-        return []
+        return [], {}
     flat = _flatten(run, windows, operations, np.ones(len(windows), dtype=np.bool_) if chosen is None else chosen)
     groups: dict[bytes, list[_StepSlice]] = {}
     for part in _split(flat, operations):
         groups.setdefault(part.signature, []).append(part)
-    ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0].step))
-    return [_stack(flat, group, windows, operations) for group in ordered]
+    programs: list[Program] = []
+    circular: dict[int, str] = {}
+    for group in sorted(groups.values(), key=lambda g: (-len(g), g[0].step)):
+        try:
+            programs.append(_stack(flat, group, windows, operations))
+        except ScheduleError as error:
+            circular |= dict.fromkeys((part.step for part in group), str(error))
+    return programs, circular
 
 
 def _named(cycle: Sequence[int], rank: Int, type_: Int, label: Callable[[int], str]) -> str:
@@ -334,9 +340,7 @@ def _stack(flat: _Flat, group: list[_StepSlice], windows: Windows, operations: O
     try:
         graph = build_graph(len(rank), src, dst)
     except CycleError as error:
-        raise ScheduleError(
-            f"in step {steps[0]} the measured order is circular: {_named(error.cycle, rank, type_, label)}"
-        ) from error
+        raise ScheduleError(f"the measured order is circular: {_named(error.cycle, rank, type_, label)}") from error
     trim = (windows.close_ns - windows.end_ns)[window[begin]].astype(np.float64)
     m = msg_rows[:, 0]
 

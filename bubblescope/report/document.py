@@ -93,7 +93,10 @@ def _steps(a: Attribution) -> dict[str, Any]:
     return {
         "analysed": len(number),
         "skipped": [{"index": s.index, "why": s.why} for s in a.windows.skipped]
-        + [{"index": int(i), "why": "not there for every rank"} for i in np.setdiff1d(a.windows.steps, number)],
+        + [
+            {"index": int(i), "why": a.left_out.get(int(i), "not there for every rank")}
+            for i in np.setdiff1d(a.windows.steps, number)
+        ],
         "seconds_median": float(middle),
         "seconds_p05": float(low),
         "seconds_p95": float(high),

@@ -204,6 +204,50 @@ def test_waiting_in_a_collective_for_ranks_that_are_not_replayed_is_unexplained(
     assert not data["replay"]["trusted"]
 
 
+def without_kernels(folder: Path, truth: Truth, hosts: int, lost: list[tuple[int, str, int]]) -> dict[str, Any]:
+    """The report without the k-th send or receive kernel of some ranks: (rank, "send" or "recv", k)."""
+    documents = traces(truth, Style(host=lambda rank: f"host{rank % hosts}"))
+    for rank, kind, k in lost:
+        events = documents[rank]["traceEvents"]
+        kernels = [e for e in events if e.get("cat") == "kernel" and e["args"].get("Collective name") == kind]
+        events.remove(kernels[k])
+    write(folder, documents)
+    return build(prepare(read(folder))).data
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+@pytest.mark.parametrize(
+    "lost",
+    [*([(2, kind, 16 + k)] for kind in ("send", "recv") for k in (0, 3, 8, 15)), [(1, "send", 17), (2, "recv", 22)]],
+    ids=str,
+)
+def test_a_lost_message_kernel_costs_its_step_and_no_other(
+    tmp_path: Path, lost: list[tuple[int, str, int]], hosts: int
+) -> None:
+    """Which one is missing cannot be told: taken as the last, all after it would be messages of others."""
+    truth = simulate(Shape(steps=4))
+    whole = without_kernels(tmp_path / "whole", truth, hosts, [])
+    data = without_kernels(tmp_path / "lost", truth, hosts, lost)
+    assert data["clock"]["aligned"]
+    (skipped,) = data["steps"]["skipped"]
+    assert skipped["index"] == 4  # the profiler counts from 3
+    assert "no message was matched" in skipped["why"]
+    assert data["replay"]["trusted"]
+    for cause, row in data["causes"].items():
+        # Pauses between steps count in all but the first one.
+        assert row["seconds"] == pytest.approx(whole["causes"][cause]["seconds"], abs=20e-6), cause
+
+
+def test_a_step_whose_order_is_circular_costs_no_other(tmp_path: Path) -> None:
+    """Two ranks lost different messages of one queue, which are counted alike: the rest is matched wrongly."""
+    truth = simulate(Shape(steps=4))
+    data = without_kernels(tmp_path, truth, 1, [(1, "send", 36), (2, "recv", 41)])
+    (skipped,) = data["steps"]["skipped"]
+    assert skipped["index"] == 5
+    assert skipped["why"].startswith("the measured order is circular: ")
+    assert (data["steps"]["analysed"], data["replay"]["trusted"]) == (3, True)
+
+
 @pytest.mark.parametrize("clocks", sorted(CLOCKS))
 @pytest.mark.parametrize("ranges", ["", "runtime"])
 def test_interleaved_causes_do_not_depend_on_clocks(tmp_path: Path, clocks: str, ranges: str) -> None:

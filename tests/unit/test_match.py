@@ -82,6 +82,13 @@ def test_a_missing_head_of_the_sender_is_dropped_by_causality() -> None:
     assert run.links.p2p.tolist() == [[0, 3], [1, 4]]
 
 
+def test_a_step_that_both_sides_count_differently_is_left_alone() -> None:
+    run = queue([10, 20, 30, 40], [15, 25, 45], ([8] * 4, [8] * 3))
+    run = match(replace(run, spans=run.spans.with_columns(step=np.array([0, 0, 1, 1, 0, 0, 1]))))
+    assert run.links.p2p.tolist() == [[0, 4], [1, 5]]
+    assert [n.message for n in run.notices] == ["2 messages were matched; ends without a partner: 3 (no counterpart)"]
+
+
 def test_queues_that_cannot_fit_are_left_alone() -> None:
     run = match(queue([10, 20], [15, 25, 35], ([1, 2], [3, 4, 5])))
     assert len(run.links.p2p) == 0
