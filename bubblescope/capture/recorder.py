@@ -586,6 +586,7 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
     works = meant in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     if (works or message is not None) and not recorder.device_known:
         recorder.use_device(*hooks.default_device())
+        notes.leave(notes.MARKED)
     if works:
         recorder.forward_begins()
     lane = _LANE_OF.get(meant, Lane.COMPUTE)

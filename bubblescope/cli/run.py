@@ -69,6 +69,10 @@ def run(
     pipeline (the launcher itself, data loading workers) are left alone. The recording is for `bubblescope analyze`.
     The JSON is {out, ranks_recorded, exit_status}; with `--json -` what COMMAND prints goes to stderr.
     """
+    recording = {"--out": out, "--steps": steps, "--every": every, "--ranks": ranks}
+    given = [name for name, value in recording.items() if value is not None]
+    if standby and given:
+        raise UsageError(f"{given[0]} is of a recording, and --standby records none", hint="give it without --standby")
     folder = out or launcher.default_folder()
     settings = Settings(
         "standby" if standby else "record",
@@ -136,7 +140,7 @@ def _closing(
 
 _FRAMEWORKS = {"torch": "torch", "megatron": "Megatron-Core", "deepspeed": "DeepSpeed"}
 _ENVIRONMENT = (
-    "PYTHONPATH and BUBBLESCOPE must reach every rank: python -E or -I, env -i, sudo and containers drop them"
+    "PYTHONPATH and BUBBLESCOPE must reach every rank: python -E, -I or -S, env -i, sudo and containers drop them"
 )
 _SPANS = "mark your own loop with bubblescope.span and bubblescope.step"
 
@@ -157,6 +161,8 @@ def _why_nothing(found: Mapping[str, str], settings: Settings, status: int) -> s
         return f"{ended}no Python process that imports torch had the recorder in it ({_ENVIRONMENT})"
     if notes.IMPORTED not in found:
         return f"{ended}no process here imported a pipeline of {which}{only} ({_SPANS}; {_ENVIRONMENT})"
+    if notes.MARKED in found:
+        return f"{ended}no step ended of what bubblescope.span marks (bubblescope.step() says where one does)"
     chosen = "" if notes.UNCHOSEN not in found else " among the ranks that --ranks names"
     return f"{ended}no process{chosen or ' here'} ran a pipeline of {which}{only} ({_SPANS})"
 

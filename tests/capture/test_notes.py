@@ -8,7 +8,7 @@ import pytest
 
 from bubblescope.capture import launched, notes
 from bubblescope.capture.environment import Settings
-from bubblescope.capture.recorder import Options, Recorder, record
+from bubblescope.capture.recorder import Options, Recorder, record, span
 
 
 @pytest.fixture
@@ -31,6 +31,16 @@ def test_a_rank_that_learns_its_number_late_says_so_too(folder: Path, tmp_path: 
     recorder = Recorder(tmp_path / "out", Options(launched=True, ranks=frozenset({5})))
     assert not recorder._start_writer()
     assert notes.read(folder) == {notes.UNCHOSEN: "2"}
+
+
+def test_that_a_loop_of_ones_own_was_seen_is_left_before_any_step_of_it_ends(folder: Path, tmp_path: Path) -> None:
+    with record(tmp_path / "out"):
+        with span("data"):
+            pass
+        assert notes.MARKED not in notes.read(folder)
+        with span("F", 0, 0):
+            pass
+        assert notes.MARKED in notes.read(folder) and not list(tmp_path.glob("out/*"))
 
 
 def test_a_recording_that_cannot_be_written_is_left_with_its_rank(folder: Path, tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def test_standby_does_not_record(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "standby\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--", "no-such-launcher-anywhere"], ["--ranks", "x", "true"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--", "no-such-launcher-anywhere"], ["--ranks", "x", "true"], ["--standby", "--steps", "3", "true"]],
+)
 def test_what_cannot_be_started_is_wrong_usage(arguments: list[str], tmp_path: Path) -> None:
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "hint: " in done.stderr
@@ -138,6 +141,8 @@ def test_it_is_said_why_nothing_was_recorded(tmp_path: Path) -> None:
     assert "imported a pipeline of DeepSpeed; --framework deepspeed leaves out others'" in other
     ran = after_notes(tmp_path, loaded="", imported="")
     assert "no process here ran a pipeline" in ran and "bubblescope.span" in ran and "PYTHONPATH" not in ran
+    marked = after_notes(tmp_path, loaded="", imported="", marked="")
+    assert "no step ended of what bubblescope.span marks (bubblescope.step() says" in marked
     left = after_notes(tmp_path, "--ranks", "5-7", loaded="", unchosen="2")
     assert "--ranks names none of the 2 ranks of this job" in left
     chosen = after_notes(tmp_path, "--ranks", "1", loaded="", imported="", unchosen="2")
