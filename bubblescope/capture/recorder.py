@@ -568,7 +568,7 @@ def span(kind: Kind | str, stage: int = -1, microbatch: int = -1) -> Iterator[No
     kind: "F", "B", "I", "W" or the name of a `Kind` ("loss", "optimizer", "data", "collective"); around what sends
     or receives: "send_forward", "recv_forward", "send_backward", "recv_backward" (`messages.KINDS`), with the stage
     that does it, so that both ends of a message are known to belong together.
-    stage: global (virtual) stage. microbatch: its number within the step. Both count from 0; -1: unknown. Raises
+    stage: global (virtual) stage. microbatch: its number within the step. Both count from 0; -1: none. Raises
     UsageError on an unknown kind, and on numbers that are none or below -1.
 
     >>> with span("F", stage=0, microbatch=3):

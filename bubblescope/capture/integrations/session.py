@@ -35,14 +35,14 @@ class Session:
         self.results: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Start recording this rank."""
+        """Start recording this rank; does nothing while that goes on."""
         from bubblescope.capture.recorder import record
 
         if self._recording is None:
             self._recording = record(self.folder, **self._options)
 
     def stop(self) -> Path | None:
-        """Stop recording; the folder, None when this session did not record."""
+        """Stop recording; the folder, None when this session did not record, or had stopped before."""
         recording, self._recording = self._recording, None
         if recording is None:
             return None
@@ -52,7 +52,7 @@ class Session:
         return folder
 
     def end(self, step: int | None = None, tensorboard: Any = None) -> dict[str, float]:
-        """Stop; on rank 0 also analyse and log. What was logged, {} elsewhere."""
+        """Stop; on rank 0 also analyse and log. What was logged, {} elsewhere, and when it had stopped before."""
         folder = self.stop()
         if not self._log or folder is None or rank_and_world()[0] != 0 or not any(folder.glob("rank-*.jsonl")):
             return {}
