@@ -255,27 +255,45 @@ def _newest_pipeline(files: list[File], notices: list[Notice]) -> None:
     """A job may train one pipeline after another, or several in turn: of each rank the last one counts, and its
     layout. The steps in which any rank ran another one are left out."""
     left: dict[int, str] = {}
-    kept: set[str] = set()
     for file in files:
-        whole = [(s, of) for s, of in zip(file.steps, file.layouts, strict=True) if not (s.partial or s.eval)]
-        if not whole:
-            continue
-        _, newest = next((w for w in reversed(whole) if not w[0].warmup), whole[-1])
-        if newest is not None:
-            file.layout = newest
-            others = [(s, of) for s, of in whole if of is None or of.pipeline != newest.pipeline]
-            left |= {s.step: _in_words(of) for s, of in others}
-            kept.add(_in_words(newest))
+        if {id(of) for of in file.layouts} != {id(file.layout)}:
+            left |= _other_pipelines(file)
     if not left:
         return
+    others = " and ".join(sorted(set(left.values())))
     for file in files:
         file.spans = file.spans.take(~np.isin(file.spans.step, list(left)))
-    steps = some(sorted(left), count_rest=True)
+    there = [file for file in files if file.spans.step.max(initial=-1) >= 0]
+    if not there:
+        raise InputError(
+            f"the job ran several pipelines ({others}), and in no step all ranks their newest one",
+            hint="record one of them alone: begin as its first step does",
+        )
+    kept = {file.rank: file.layout for file in there if file.layout is not None}
+    for file in files:
+        if file not in there:  # its last steps were of another one
+            file.layout = next((of for of in kept.values() if file.rank in of.pp_ranks), None)
+    names = " and ".join(sorted({_in_words(of) for of in kept.values()}))
     message = (
-        f"the job ran several pipelines; the newest is analysed, {' and '.join(sorted(kept))}. Left out: "
-        f"{counted(len(left), 'step')} of {' and '.join(sorted(set(left.values())))} ({steps})"
+        f"the job ran several pipelines; the newest is analysed, {names}. Left out: {counted(len(left), 'step')} of "
+        f"{others} ({some(sorted(left), count_rest=True)})"
     )
     notices.append(Notice("several-pipelines", message, str(files[0].path.parent)))
+
+
+def _other_pipelines(file: File) -> dict[int, str]:
+    """{step: its pipeline in words} of those that ran another one than the newest, whose layout becomes the file's. One
+    that has only begun, with warm-up steps, is not the newest yet."""
+    whole = [(s, of) for s, of in zip(file.steps, file.layouts, strict=True) if not (s.partial or s.eval)]
+    if not whole:
+        return {}
+    _, newest = next((one for one in reversed(whole) if not one[0].warmup), whole[-1])
+    if newest is None:
+        return {}
+    file.layout = newest
+    return {
+        s.step: _in_words(of) for s, of in whole if of is not newest and (of is None or of.pipeline != newest.pipeline)
+    }
 
 
 def _in_words(layout: LayoutLine | None) -> str:

@@ -182,6 +182,15 @@ def test_of_two_files_of_a_rank_the_newest_is_read(tmp_path: Path) -> None:
     assert codes(run) == ["rank-duplicate"]
 
 
+def test_a_rank_whose_attach_goes_on_is_left_out_as_its_steps_have_other_numbers(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(0, 2, common={"first_recorded": 3, "steps": 1}), layout(0, 2), STEP0, end())
+    write(tmp_path, 1, header(1, 2), layout(1, 2), STEP0)
+    run = recording.read(tmp_path)
+    assert run.ranks == [0] and run.layout.missing_ranks == [1]
+    assert "rank 1 is left out: the attach that records it has not ended" in run.notices[0].message
+    assert codes(run) == ["steps-differ", "rank-missing"]
+
+
 def test_of_two_jobs_in_a_folder_the_newest_is_read(tmp_path: Path) -> None:
     write(tmp_path, 0, header(0, 2), layout(0, 2), STEP0, end())
     write(tmp_path, 1, header(1, 2, job="job-2", clock=[0, 2_000_000_000_000]), layout(1, 2), STEP0, end())
@@ -356,6 +365,26 @@ def test_of_several_pipelines_the_newest_is_read_and_the_steps_of_others_are_nam
     assert f"the newest is analysed, {newest['schedule']} with {newest['num_stages']} stages" in notice.message
     left = [k for k in range(2 * len(others)) if k not in mine]
     assert notice.message.endswith(f"({', '.join(map(str, left))})")
+
+
+def test_a_rank_that_was_lost_with_the_pipeline_before_does_not_say_what_the_newest_is(tmp_path: Path) -> None:
+    in_turn(tmp_path / "before", OF_FOUR)
+    in_turn(tmp_path, OF_FOUR, {})
+    (tmp_path / "before" / "rank-00000.jsonl").replace(tmp_path / "rank-00000.jsonl")
+    run = recording.read(tmp_path)
+    assert set(run.spans.step.tolist()) == {2, 3} and set(run.spans.rank.tolist()) == {1}
+    assert (run.layout.schedule, run.layout.chunks, run.layout.pp.tolist()) == ("1F1B", 1, [0, 1])
+    assert {"several-pipelines", "rank-ended-early"} <= set(codes(run))
+
+
+def test_ranks_that_never_ran_their_newest_pipelines_together_are_refused(tmp_path: Path) -> None:
+    in_turn(tmp_path / "other", {}, OF_FOUR)
+    in_turn(tmp_path, OF_FOUR, {})
+    lines = (tmp_path / "other" / "rank-00001.jsonl").read_bytes().split(b"\n")
+    swapped = [lines[0], *lines[4:7], *lines[1:4], *lines[7:]]  # steps 2 and 3 first
+    (tmp_path / "rank-00001.jsonl").write_bytes(b"\n".join(swapped))
+    with pytest.raises(InputError, match="in no step all ranks their newest one"):
+        recording.read(tmp_path)
 
 
 def test_another_number_of_microbatches_makes_no_other_pipeline(tmp_path: Path) -> None:
