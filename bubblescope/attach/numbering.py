@@ -15,7 +15,7 @@ import fcntl
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,10 +34,12 @@ _COMPUTE = ("F", "B", "I", "W")
 
 @dataclass(frozen=True)
 class Numbered:
-    """What was made common. ranks: those with whole steps; silent: those without. steps: how many they share."""
+    """What was made common. ranks: those with whole steps; silent: those without; recording: those of other hosts
+    that are still being written. steps: how many they share."""
 
     ranks: tuple[int, ...]
     silent: tuple[int, ...]
+    recording: tuple[int, ...]
     steps: int
 
 
@@ -46,6 +48,15 @@ class _File:
     path: Path
     rank: int
     lines: list[dict[str, Any]]
+
+    @property
+    def over(self) -> bool:
+        return any(line.get("kind") == "end" for line in self.lines)
+
+    @property
+    def writer(self) -> tuple[object, object]:
+        """Host and pid."""
+        return self.lines[0].get("host"), self.lines[0].get("pid")
 
     def whole_steps(self) -> list[dict[str, Any]]:
         found = [line for line in self.lines if line.get("kind") == "step" and line["step"] >= 0]
@@ -58,17 +69,19 @@ class _File:
         return {line["step"]: _middle(line) + clock[1] - clock[0] for line in self.whole_steps()}
 
 
-def make_common(folder: Path, keep: int | None = None) -> Numbered:
+def make_common(folder: Path, keep: int | None = None, mine: Collection[tuple[object, object]] = ()) -> Numbered:
     """Rewrite the rank files of a finished recording: steps that all ranks have, numbered from 0, at most `keep`.
 
-    Doing it again changes nothing, and ranks that came later, from other hosts, join the numbers of the others.
-    Raises InputError when no step is common to all ranks, OSError when a file cannot be written.
+    mine: (host, pid) of the writers that are known to have ended. A file of another one without an end line may still
+    be written to, and is left alone; when it is done, its ranks join the numbers of the others. Doing it again changes
+    nothing. Raises InputError when no step is common to all ranks, OSError when a file cannot be written.
     """
     with _alone(folder):
-        files = [one for one in map(_read, sorted(folder.glob("rank-*.jsonl"))) if one is not None]
+        found = [one for one in map(_read, sorted(folder.glob("rank-*.jsonl"))) if one is not None]
+        files = [one for one in found if one.over or one.writer in mine]
         middles = {one.rank: m for one in files if (m := one.middles())}
-        found = shifts(middles)
-        numbers = [{step + found[rank] for step in middles[rank]} for rank in found]
+        shift = shifts(middles)
+        numbers = [{step + shift[rank] for step in middles[rank]} for rank in shift]
         common = sorted(set.intersection(*numbers))[:keep] if numbers else []
         if not common:
             raise InputError(
@@ -77,9 +90,10 @@ def make_common(folder: Path, keep: int | None = None) -> Numbered:
                 where=str(folder),
             )
         for one in files:
-            _rewrite(one, found.get(one.rank, 0), common)
-        silent = tuple(sorted(one.rank for one in files if one.rank not in found))
-        return Numbered(tuple(sorted(found)), silent, len(common))
+            _rewrite(one, shift.get(one.rank, 0), common)
+        silent = tuple(sorted(one.rank for one in files if one.rank not in shift))
+        recording = tuple(sorted(one.rank for one in found if one not in files))
+        return Numbered(tuple(sorted(shift)), silent, recording, len(common))
 
 
 def shifts(middles: Mapping[int, Mapping[int, int]]) -> dict[int, int]:

@@ -272,13 +272,16 @@ def _by_agent(ranks: Sequence[Rank], plan: Plan, folder: Path, via: str, tell: T
         if unseen and not any(w.pipeline for w in watches):
             _discard(folder, ranks)
             raise InputError(f"nothing was recorded: {'; '.join(unseen)}", hint=together.PIPELINES)
-        made = _numbered(folder, plan.steps, warnings)
+        made = _numbered(folder, plan.steps, ranks, warnings)
     except InputError as error:
         if early:
             raise EndedEarly(early, error.what) from error
         raise
     if made.silent:
         warnings.append(f"no whole step was recorded of ranks {', '.join(map(str, made.silent))}")
+    if made.recording:
+        there = some(made.recording, count_rest=True)
+        warnings.append(f"other hosts still record (ranks {there}); the last one to finish writes the report of all")
     if early:
         warnings.insert(0, f"{early.says}: the report is of what was recorded until then")
     return Attached(
@@ -294,7 +297,7 @@ def _by_agent(ranks: Sequence[Rank], plan: Plan, folder: Path, via: str, tell: T
     )
 
 
-def _numbered(folder: Path, steps: int | None, reasons: Sequence[str]) -> numbering.Numbered:
+def _numbered(folder: Path, steps: int | None, ranks: Sequence[Rank], reasons: Sequence[str]) -> numbering.Numbered:
     if not any(folder.glob("rank-*.jsonl")):
         raise InputError(
             "nothing was recorded: " + ("; ".join(reasons) or "no rank came to a step"),
@@ -302,7 +305,7 @@ def _numbered(folder: Path, steps: int | None, reasons: Sequence[str]) -> number
             where=str(folder),
         )
     try:
-        return numbering.make_common(folder, steps)
+        return numbering.make_common(folder, steps, [(socket.gethostname(), rank.pid) for rank in ranks])
     except OSError as error:
         raise UsageError(
             f"the recording cannot be finished: {error.strerror or error}",

@@ -53,6 +53,8 @@ class Header(msgspec.Struct, tag="header", tag_field="kind"):
     versions: dict[str, str] = {}
     hooks: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    common: dict[str, int] | None = None
+    """Written by `bubblescope attach`, once the steps of several ranks have been numbered alike."""
 
 
 class Device(msgspec.Struct):

@@ -129,7 +129,7 @@ def _assemble(results: Iterable[tuple[str, _Parsed | InputError]], found: list[P
     if not files:
         where = ", ".join(str(p) for p in found[:3])
         raise _nothing("no line of a bubblescope recording can be read", where)
-    chosen = _one_per_rank(_one_job(files, notices), notices)
+    chosen = _numbered_alike(_one_per_rank(_one_job(files, notices), notices), notices)
     _newest_pipeline(chosen, notices)
     _agree_on_pipelines(chosen, notices)
     return _build(chosen, notices, found)
@@ -248,6 +248,19 @@ def _one_per_rank(files: list[File], notices: list[Notice]) -> list[File]:
             left = ", ".join(f.path.name for f in group[:-1])
             message = f"rank {rank} wrote {len(group)} files; the newest is read, left out: {left}"
             notices.append(Notice("rank-duplicate", message, str(group[-1].path)))
+    return chosen
+
+
+def _numbered_alike(files: list[File], notices: list[Notice]) -> list[File]:
+    """Ranks that were attached to begin at different steps; once they are numbered alike the headers say so."""
+    chosen = [file for file in files if file.header.common is not None] or files
+    for file in files:
+        if file not in chosen:
+            message = (
+                f"rank {file.rank} is left out: the attach that records it has not ended (it goes on, or was killed), "
+                "so its steps do not have the numbers of the others'"
+            )
+            notices.append(Notice("steps-differ", message, str(file.path)))
     return chosen
 
 

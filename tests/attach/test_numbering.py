@@ -40,10 +40,13 @@ def step(number: int, start: int, length: int = 80, **flags: Any) -> dict[str, A
     return {"kind": "step", "step": number, "columns": columns, **flags}
 
 
-def write(folder: Path, rank: int, lines: list[dict[str, Any]], offset: int = 0) -> Path:
-    header = {"kind": "header", "schema_version": 1, "rank": rank, "clock": [0, offset]}
+END = {"kind": "end", "steps": 0}
+
+
+def write(folder: Path, rank: int, lines: list[dict[str, Any]], offset: int = 0, end: bool = True) -> Path:
+    header = {"kind": "header", "schema_version": 1, "rank": rank, "clock": [0, offset], "host": "h", "pid": 70 + rank}
     path = folder / f"rank-{rank:05d}.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines, *([END] if end else [])]))
     return path
 
 
@@ -89,6 +92,21 @@ def test_ranks_of_a_second_host_join_the_numbers_of_the_first(tmp_path: Path) ->
     assert [t + 7_000 - 3 for t in starts(second).values()] == list(starts(first).values())
 
 
+def test_what_another_host_still_writes_is_left_alone_until_it_is_done(tmp_path: Path) -> None:
+    """Renamed over, the file would lose what its rank writes from then on."""
+    here = write(tmp_path, 0, [step(i, 100 * i) for i in range(8)], end=False)
+    there = write(tmp_path, 1, [step(i, 100 * (i + 2) + 3) for i in range(4)], end=False)
+    before = there.read_bytes()
+    with there.open("a") as writer:
+        made = make_common(tmp_path, mine=[("h", 70)])
+        assert (made.ranks, made.recording, there.read_bytes()) == ((0,), (1,), before)
+        writer.write(json.dumps(step(4, 603)) + "\n" + json.dumps(END) + "\n")
+    made = make_common(tmp_path, mine=[("other", 70)])
+    assert (made.ranks, made.recording) == ((1,), (0,)), "the pid of another host says nothing"
+    assert make_common(tmp_path, mine=[("h", 70)]).ranks == (0, 1)
+    assert [t - 3 for t in starts(there).values()] == list(starts(here).values()) == [300, 400, 500, 600]
+
+
 def test_a_rank_without_whole_steps_is_named_and_costs_the_others_nothing(tmp_path: Path) -> None:
     write(tmp_path, 0, [step(i, 100 * i) for i in range(4)])
     write(tmp_path, 1, [step(0, 0, partial=True)])
@@ -108,9 +126,9 @@ def test_windows_that_do_not_overlap_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cut_tail_is_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, [step(i, 100 * i) for i in range(4)])
+    path = write(tmp_path, 0, [step(i, 100 * i) for i in range(4)], end=False)
     path.write_text(path.read_text() + '{"kind": "st')
-    assert make_common(tmp_path).steps == 3
+    assert make_common(tmp_path, mine=[("h", 70)]).steps == 3
 
 
 def test_nothing_is_written_through_a_link_that_somebody_put_there(tmp_path: Path) -> None:
