@@ -327,7 +327,9 @@ def _other_schedule(b: Basis, model: PipelineModel, name: str, balanced: bool) -
         assumptions = ["transfers cost what they cost now, also where there are more of them"]
         if balanced:
             model, more, said = _rebalanced(b, model, schedule.virtual_stages)
-            action, detail = f"Move layers and {action[0].lower()}{action[1:]}", detail | more
+            slow = _unevenness(b.attribution)
+            layers = "layers" if slow is None or slow[1] < tables.UNEVEN else f"layers off stage {slow[0]}"
+            action, detail = f"Move {layers} and {action[0].lower()}{action[1:]}", detail | more
             assumptions = [*said, *assumptions]
         elif schedule.virtual_stages != model.virtual_stages:
             _check_layers(b, schedule)

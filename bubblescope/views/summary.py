@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 UNTRUSTED = 0.05
 """ATTRIBUTION.md §6: above this share of the step, the attribution is not to be trusted."""
 
-SECOND_REASON = 0.25
-"""From this share of idle on, the second cause belongs into the sentence."""
+MOST_REASONS, ONE_MORE_REASON = 3, 0.2
+"""So many causes are told at most; from this share of the loss on, a second and a third one are."""
 
 WORTH_A_SENTENCE = 0.01
 """Where more of the GPUs' time than this is idle and no bubble, all idle time is told beside the bubbles."""
@@ -280,12 +280,13 @@ def _reason(report: ReportLike) -> str:
     if not found or found[0][1] <= 0:
         return "."
     name, share = found[0]
-    if len(found) > 1 and found[1][1] >= SECOND_REASON:
-        second = f", {fmt.percent(found[1][1], 0)} because {_because(report, found[1][0])}"
-        # Causes are signed and sum to the loss: two of them alone may be more than all of it.
-        over = sum(s for _, s in found if s < 0) if share + found[1][1] > 1 else 0.0
+    more = [(other, s) for other, s in found[1:MOST_REASONS] if s >= ONE_MORE_REASON]
+    if more:
+        others = "".join(f", {fmt.percent(s, 0)} because {_because(report, other)}" for other, s in more)
+        # Causes are signed and sum to the loss: a few of them alone may be more than all of it.
+        over = sum(s for _, s in found if s < 0) if share + sum(s for _, s in more) > 1 else 0.0
         less = f", less {fmt.percent(-over, 0)} by which others shorten the waiting" if over < -0.005 else ""
-        return f"; {fmt.percent(share, 0)} of that because {_because(report, name)}{second}{less}."
+        return f"; {fmt.percent(share, 0)} of that because {_because(report, name)}{others}{less}."
     how_much = "most of it" if share >= 0.5 else f"the largest part ({fmt.percent(share, 0)})"
     return f"; {how_much} because {_because(report, name)}."
 

@@ -69,12 +69,13 @@ def test_the_printed_decompositions_come_out_to_the_nanosecond(
     assert causes_of(make_run(job, duration)) == wanted
 
 
-def test_slow_replica_is_a_slow_worker_and_not_an_uneven_stage() -> None:
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_slow_replica_is_a_slow_worker_and_not_an_uneven_stage(replicas: int) -> None:
     def duration(step: int, replica: int, rank: int, action: Action) -> int:
         base = F if action.kind == Kind.FORWARD else B
         return base * (2 if replica == 1 and action.stage == 2 else 1)
 
-    found = causes_of(make_run(Job(replicas=3, sync=1), duration))
+    found = causes_of(make_run(Job(replicas=replicas, sync=1), duration))
     assert found["slow_worker"] > 10_000
     assert "stage_imbalance" not in found
 

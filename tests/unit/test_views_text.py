@@ -104,6 +104,18 @@ def test_two_causes_of_more_than_the_whole_loss_name_what_others_take_off(report
     assert sentence.endswith(", less 10 % by which others shorten the waiting.")
 
 
+def test_a_third_cause_of_a_fifth_of_the_loss_is_named_too(report: FakeReport) -> None:
+    """As of the demo on a busy machine, where transfers take long: the slow stage is still named."""
+    data = copy.deepcopy(report.data)
+    idle = data["bubble"]["gpu_idle_fraction"] / data["bubble"]["fraction"]
+    for name, cause in data["causes"].items():
+        shares = {"p2p_transfer": 0.4, "warmup": 0.14, "cooldown": 0.13, "stage_imbalance": 0.24, "transient": 0.09}
+        cause["share_of_idle"] = shares.get(name, 0.0) / idle
+    sentence = first_screen(replace(report, data=data)).sentence
+    for words in ("40 % of that because stages wait", ", 27 % because 1F1B", ", 24 % because stage 3 is 1.6× slower"):
+        assert words in sentence
+
+
 def test_no_cause_is_named_where_the_attribution_is_not_to_be_trusted(report: FakeReport) -> None:
     data = copy.deepcopy(report.data)
     data["replay"]["trusted"] = False
