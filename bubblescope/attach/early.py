@@ -52,6 +52,8 @@ def ends_early() -> Iterator[Early]:
     early = Early()
 
     def note(number: int, _frame: FrameType | None) -> None:
+        if early.signal == number == signal.SIGHUP:
+            return  # a terminal that closes sends several: its own, its shell's
         if early:
             raise KeyboardInterrupt
         early.signal = signal.Signals(number)

@@ -265,6 +265,12 @@ def _by_agent(ranks: Sequence[Rank], plan: Plan, folder: Path, via: str, tell: T
         except together.Refused:
             _discard(folder, ranks)
             raise
+        except KeyboardInterrupt:
+            tell(
+                f"not waited for: hooks come out at the next step of each rank; what was recorded stays in {folder}, "
+                "of no use to analyze, as each rank numbers its steps for itself"
+            )
+            raise
     unseen = [f"{w.rank.label}: {w.unseen}" for w in watches if w.unseen]
     warnings = [f"{w.rank.label}: {w.ended}" for w in watches if w.ended] + unseen
     warnings += sorted({text for w in watches for text in w.warnings})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bubblescope.cli.analyze import Outputs, deliver, make_report
-from bubblescope.cli.output import OUTPUT_FOLDER, FiniteRange, json_option, results, warn
+from bubblescope.cli.output import OUTPUT_FOLDER, FiniteRange, json_option, leave_closed, results, terminals, warn
 from bubblescope.errors import AttachError, InputError
 from bubblescope.model.notice import Notice, counted
 
@@ -66,7 +66,16 @@ def attach(
 
     folder = out or Path(time.strftime("attach-%Y%m%d-%H%M%S"))
     plan = session.Plan(target, folder, via, duration, steps)
-    done = session.attach(plan, lambda risk: _confirmed(risk, yes), lambda text: click.echo(text, err=True))
+    screens = terminals()
+
+    def tell(text: str) -> None:
+        leave_closed(screens)  # closing it ends the recording early, as SIGHUP does
+        click.echo(text, err=True)
+
+    try:
+        done = session.attach(plan, lambda risk: _confirmed(risk, yes), tell)
+    finally:
+        leave_closed(screens)
     warn(Notice("attach", text) for text in done.warnings)
     try:
         report = make_report([str(done.folder)], ReportOptions())

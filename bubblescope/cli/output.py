@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -195,6 +195,18 @@ def results(json_to: str | None) -> Console:
     # Piped, rich would cut tables at 80 columns; a file has no such edge.
     width = None if sys.stdout.isatty() else 120
     return Results(quiet=json_to == "-", highlight=False, soft_wrap=False, width=width)
+
+
+def terminals() -> list[TextIO]:
+    """Those of stdout and stderr that are a terminal now, for `leave_closed`."""
+    return [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+
+
+def leave_closed(streams: Iterable[TextIO]) -> None:
+    """What is said to a terminal that has been closed goes nowhere from now on; each write to it would fail."""
+    for stream in streams:
+        if not stream.isatty():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def warn(notices: Iterable[Notice]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,38 @@ def test_the_last_word_is_what_became_of_each_rank(done: dict[str, Any], said: s
     made = Attached(**{"folder": Path("x"), "via": "agent", "stall_ms": 2.5, **done})
     assert said in closing(made)
     assert ("hooks are out" in closing(made)) is (made.detached > 0 and made.via != "kineto")
+
+
+CLOSED = """
+import sys, time
+from pathlib import Path
+from bubblescope.attach import session
+from bubblescope.attach.early import ends_early
+from bubblescope.cli.main import run
+
+def attach(plan, confirm, tell):
+    with ends_early() as early:
+        tell("recording")
+        while not early:
+            time.sleep(0.01)
+    tell("hooks come out at the next step")
+    return session.Attached(Path("docs/examples/before"), "agent", 4, early=early)
+
+session.attach = attach
+sys.exit(run(["attach", "all", "--out", sys.argv[1]]))
+"""
+
+
+def test_closing_the_terminal_ends_it_with_a_report(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", CLOSED, str(tmp_path / "out")])
+    while b"recording" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Sign
     assert signal.getsignal(number) is before
 
 
+def test_a_terminal_that_closes_may_send_several_signals() -> None:
+    with ends_early() as early:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert early.exit_status == 129
+
+
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

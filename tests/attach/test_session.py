@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bubblescope.attach import discover, inject, kineto, process, session
+from bubblescope.attach import discover, inject, kineto, process, session, together
 from bubblescope.attach.discover import Rank
 from bubblescope.attach.process import Process
 from bubblescope.errors import AttachError, UsageError
@@ -105,6 +105,19 @@ def test_a_job_with_its_own_profiler_gets_no_second_one(tmp_path: Path) -> None:
 def test_two_lengths_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exclude each other"):
         session.Plan("all", tmp_path, seconds=1.0, steps=1)
+
+
+def test_who_does_not_wait_for_the_hooks_is_told_where_what_was_recorded_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(together, "record", interrupted)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        session._by_agent([rank(**AGENT)], session.Plan("all", tmp_path), tmp_path / "recording", "agent", said.append)
+    assert f"stays in {tmp_path}/recording" in said[-1] and "hooks come out at the next step" in said[-1]
 
 
 def test_ranks_of_two_jobs_are_not_recorded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
