@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from bubblescope.errors import InputError, UsageError
 from bubblescope.ingest import discover, memory, usernames
+from bubblescope.ingest.decompress import blocks
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Notice, Run, checks
@@ -73,11 +74,14 @@ def read(
         claims = _claims(candidates, found)
         if not claims:
             claims = _hopeful(candidates, found)
+        every = claims
         claims, said = _without_headless(claims)
         chosen = _choose(claims, found)
         said += _beside(claims, chosen)
         module = chosen.load()
         units = claims[chosen.name]
+        if chosen.files:
+            said += [*_unclaimed(every, found), *_misnamed(module, units, found)]
         if chosen.files:
             run = cast(Run, module.read(units, options=options, executor=executor))
         elif chosen.spread:
@@ -172,6 +176,42 @@ def _beside(claims: dict[str, list[str]], chosen: Format) -> list[Notice]:
     return notices
 
 
+def _unclaimed(claims: dict[str, list[str]], found: list[discover.Found]) -> list[Notice]:
+    """Files that the user named and that no reader takes."""
+    taken = {unit for units in claims.values() for unit in units}
+    left = [f.unit for f in found if f.unit not in taken and not discover.is_url(f.unit) and Path(f.unit).is_file()]
+    notices, others = [], []
+    for path in left:
+        try:
+            _refuse_packed(path)
+        except InputError as error:
+            notices.append(Notice("file-ignored", f"{error.what}; it is not read", path))
+        else:
+            others.append(path)
+    if others:
+        listed = ", ".join(Path(path).name for path in others[:4]) + (" …" if len(others) > 4 else "")
+        message = f"{len(others)} of the files given hold no trace that can be read: {listed}"
+        notices.append(Notice("file-ignored", message, others[0] if len(others) == 1 else ""))
+    return notices
+
+
+def _misnamed(module: Any, units: list[str], found: list[discover.Found]) -> list[Notice]:
+    """Files in a folder that hold a trace under the name of one that is read, but for its suffix."""
+    stems = {_stem(unit) for unit in units}
+    folders = [f.unit for f in found if Path(f.unit).is_dir()]
+    alike = [
+        path
+        for folder in folders
+        for path in discover.files_below(folder, lambda name: not module.looks_like(name) and _stem(name) in stems)
+    ]
+    message = "a trace, by its content, that is not read because of its name: rename it, or give the file itself"
+    return [Notice("file-ignored", message, path) for path in alike if module.can_read(Path(path))]
+
+
+def _stem(path: str) -> str:
+    return _shape(path).partition(".")[0]
+
+
 def _nested(found: list[discover.Found]) -> dict[str, list[str]]:
     """Format -> folders, in the folders that were given, which a reader would take whole if they were given."""
     inside = [path for item in found if Path(item.unit).is_dir() for path in sorted(Path(item.unit).iterdir())]
@@ -210,8 +250,16 @@ def _shape(path: str) -> str:
     return "".join("#" if c.isdigit() else c for c in _PACKING.sub("", Path(path).name))
 
 
+def _refuse_packed(path: str) -> None:
+    """Raise InputError for a file that is packed in a way that is not read, or cannot be opened."""
+    next(blocks(path, DEFAULT.max_bytes, []), b"")
+
+
 def _choose(claims: dict[str, list[str]], found: list[discover.Found]) -> Format:
     if not claims:
+        for item in found:
+            if discover.is_url(item.unit) or Path(item.unit).is_file():
+                _refuse_packed(item.unit)
         raise InputError(
             "no readable trace or recording here",
             hint="looked for a recording (rank-00000.jsonl …) here, in recording/ and in each folder, and for traces "

@@ -23,6 +23,7 @@ _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPED = tuple(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))
 _OTHERS = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip", b"7z\xbc\xaf": "7z", b"\x04\x22\x4d\x18": "lz4"}
+_TAR, _TAR_AT = b"ustar", 257
 _GZIP_LENGTH = 4
 """Bytes behind the checksum of a gzip member."""
 _CHECKSUM = re.compile("incorrect (?:data|length) check|checksum")
@@ -74,7 +75,7 @@ def blocks(path: str, max_bytes: int, notices: list[Notice]) -> Iterator[bytes]:
     else:
         _refuse_others(start, path)
         plain = _raw(path, BLOCK)
-    yield from _as_utf8(_bounded(plain, path, max_bytes))
+    yield from _as_utf8(_no_archive(_bounded(plain, path, max_bytes), path))
 
 
 def _refuse_others(start: bytes, path: str) -> None:
@@ -85,6 +86,16 @@ def _refuse_others(start: bytes, path: str) -> None:
                 hint="unpack it, or pack it with gzip or zstd",
                 where=path,
             )
+
+
+def _no_archive(plain: Iterator[bytes], path: str) -> Iterator[bytes]:
+    first = next(plain, b"")
+    if first[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
+        raise InputError(
+            "the file is a tar archive, which is not read", hint="unpack it, and give the folder", where=path
+        )
+    yield first
+    yield from plain
 
 
 def ahead(blocks: Iterator[bytes], depth: int = 4) -> Iterator[bytes]:

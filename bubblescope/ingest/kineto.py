@@ -125,8 +125,9 @@ def _read_part(path: str, options: ReadOptions) -> Part:
     memory.give_back()
     if len(found.events) == 0 and any(mark in _peek(path) for mark in _NOT_OURS):
         raise InputError(
-            "the trace has no complete (ph X) events; it looks like one of Megatron's own tracer (MegatronApp)",
-            hint="this is not a torch.profiler trace",
+            "none of the events is one that torch.profiler writes; they name places in a pipeline, as the tracers of "
+            "MegatronApp (a list of begins and ends) and ndtimeline do, but not in their form",
+            hint="this is not a torch.profiler trace; docs/traces.md says what is read",
             where=path,
         )
     return assemble(found, options)

@@ -83,7 +83,7 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
         notices=tuple(dict.fromkeys([*notices, *agreed])),
         source=Source(
             format=source_format,
-            files=tuple(p.path for p in parts),
+            files=tuple(dict.fromkeys(p.path for p in parts)),
             timing="kernels" if "kernels" in timings else "host",
             details={
                 "backend": sorted({p.backend for p in parts if p.backend}),

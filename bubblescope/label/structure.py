@@ -255,8 +255,9 @@ def find_chains(run: Run) -> tuple[Chains | None, Notice | None]:
     before = Counter(b for after in follows.values() for b in after)
     undecided = [pair for pair, balance in votes.items() if balance == 0]
     if undecided or any(len(after) > 1 for after in follows.values()) or any(n > 1 for n in before.values()):
+        ranks = {rank for pair in votes for rank in pair}
         message = (
-            f"point-to-point messages between {len(follows)} ranks do not form a pipeline (a rank has several "
+            f"point-to-point messages between {len(ranks)} ranks do not form a pipeline (a rank has several "
             "successors, or the direction is not clear); stages are not inferred"
         )
         return None, Notice("no-pipeline-found", message)

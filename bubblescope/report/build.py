@@ -189,6 +189,9 @@ def build(run: Run, options: ReportOptions | None = None) -> Report:
         work = run.spans.where(lane=Lane.COMPUTE) & (run.spans.step >= 0)
         if run.spans.where(kind=Kind.STEP).any() and not work.any():
             hint = "steps are marked, and nothing was recorded that ran in them: record the devices' activity, too"
+        compute, copies = (run.spans.where(lane=lane).any() for lane in (Lane.COMPUTE, Lane.COPY))
+        if copies and not compute:
+            hint = "copies between memories were recorded, and no kernel that computes: record these, too"
         cut = list(run.source.details.get("cut_steps", {}).values())
         raise InputError(
             "no finished training step with device activity was found" + (f": {cut[0]}" if cut else ""),

@@ -229,6 +229,46 @@ def test_a_packed_file_of_which_nothing_unpacks_is_not_called_empty(tmp_path: Pa
         read(tmp_path / "rank0.json.gz")
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "said"),
+    [
+        ("x.zip", b"PK\x03\x04", "packed by zip"),
+        ("x.7z", b"7z\xbc\xaf\x27\x1c", "packed by 7z"),
+        ("x.tar", bytes(257) + b"ustar", "a tar archive"),
+        ("x.tar.gz", gzip.compress(bytes(257) + b"ustar"), "a tar archive"),
+        ("rank0.json.gz", gzip.compress(bytes(257) + b"ustar"), "a tar archive"),
+    ],
+)
+def test_an_archive_is_refused_by_name_whatever_it_is_called(
+    tmp_path: Path, name: str, begin: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(begin)
+    with pytest.raises(InputError, match=said) as caught:
+        read(tmp_path / name)
+    assert caught.value.hint.startswith("unpack it")
+
+
+def test_files_that_are_given_and_not_read_are_named(tmp_path: Path, documents: dict[int, dict[str, object]]) -> None:
+    files = write(tmp_path, documents)
+    (tmp_path / "more.zip").write_bytes(b"PK\x03\x04")
+    (tmp_path / "notes.txt").write_text("later")
+    run = read([*files, tmp_path / "more.zip", tmp_path / "notes.txt"])
+    assert [(n.message, n.where) for n in run.notices] == [
+        ("the file is packed by zip, which is not supported; it is not read", str(tmp_path / "more.zip")),
+        ("1 of the files given hold no trace that can be read: notes.txt", str(tmp_path / "notes.txt")),
+    ]
+
+
+def test_a_trace_in_a_folder_under_another_suffix_is_named(
+    tmp_path: Path, documents: dict[int, dict[str, object]]
+) -> None:
+    files = write(tmp_path, documents, packed=False)
+    files[2].rename(tmp_path / "rank2.trace")
+    (tmp_path / "rank0.txt").write_text("no trace")
+    (notice,) = [n for n in read(tmp_path).notices if n.code == "file-ignored"]
+    assert notice.where == str(tmp_path / "rank2.trace")
+
+
 def test_a_folder_of_files_with_an_unsupported_packing_says_so(tmp_path: Path) -> None:
     (tmp_path / "rank0.json.bz2").write_bytes(bz2.compress(b'{"traceEvents": []}'))
     (tmp_path / "report.json").write_text("{}")

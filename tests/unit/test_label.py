@@ -288,6 +288,15 @@ def test_kernels_that_name_no_peer_are_said_and_not_guessed(tmp_path: Path) -> N
     assert "p2p-without-peers" in [n.code for n in run.notices]
 
 
+def test_two_ranks_that_both_send_first_are_counted(tmp_path: Path) -> None:
+    docs = traces(simulate(Shape(stages=2, scale=(1.0, 1.0))))
+    first = next(e for e in docs[1]["traceEvents"] if "Src Rank" in e.get("args", {}))
+    first["args"] |= {"Collective name": "send", "Src Rank": 1, "Dst Rank": 0}
+    write(tmp_path, docs)
+    (said,) = [n.message for n in label(read(tmp_path)).notices if n.code == "no-pipeline-found"]
+    assert said.startswith("point-to-point messages between 2 ranks do not form a pipeline")
+
+
 def test_all_to_all_messages_are_no_pipeline(tmp_path: Path) -> None:
     docs = traces(simulate(Shape()))
     for rank, document in docs.items():

@@ -48,7 +48,12 @@ EXPORTS = {
     "2021 columns": Export(old_schema=True),
 }
 # Without payloads nothing says who sends to whom, which "" and the names of zero-bubble schedules need.
-OF_RANGES = {"zero bubble": list(EXPORTS)[:-1], "runtime": list(EXPORTS), "torch": list(EXPORTS), "": list(EXPORTS)[:-1]}
+OF_RANGES = {
+    "zero bubble": list(EXPORTS)[:-1],
+    "runtime": list(EXPORTS),
+    "torch": list(EXPORTS),
+    "": list(EXPORTS)[:-1],
+}
 
 
 @pytest.mark.parametrize(("ranges", "named"), [(r, name) for r, names in OF_RANGES.items() for name in names])
@@ -118,6 +123,23 @@ def test_a_stage_without_an_export_is_named(tmp_path: Path, names: str) -> None:
     said = {w["code"]: w["message"] for w in data["source"]["warnings"]}
     assert said["rank-missing"].startswith("1 of at least 4 ranks have no trace: 1;")
     assert said["stage-missing"].startswith("stage 1 has no rank that is known;")
+
+
+def test_copies_alone_are_the_reason_and_a_file_is_named_once(tmp_path: Path) -> None:
+    path = nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"))
+    with sqlite3.connect(path) as sql:
+        sql.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, "
+            "correlationId INTEGER, globalPid INTEGER)"
+        )
+        columns = "start, end, deviceId, streamId, correlationId, globalPid"
+        sql.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY SELECT {columns} FROM CUPTI_ACTIVITY_KIND_KERNEL")
+        sql.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL")
+    sql.close()
+    with pytest.raises(InputError, match="no finished training step") as caught:
+        build(prepare(read(path)))
+    assert caught.value.hint == "copies between memories were recorded, and no kernel that computes: record these, too"
+    assert caught.value.where == str(path)
 
 
 def test_a_copy_of_an_export_counts_once_and_is_named(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ def report(path: Path) -> dict[str, Any]:
     return build(prepare(read(path))).data
 
 
+def test_records_of_another_tracer_are_not_called_events_of_another_kind(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "mine", "name": "F", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": {"pp_rank": 0}}
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [event]}))
+    with pytest.raises(InputError, match=r"none of the events is one that torch\.profiler writes"):
+        read(tmp_path / "rank0.json", format="kineto")
+
+
 # --- MegatronApp ---------------------------------------------------------------------------------------------
 
 
