@@ -2,11 +2,13 @@
 
 A correction x of each host is bounded by difference constraints: a send begins before its receive ends; a
 receive begins before a send ends that cannot be buffered; every member of a collective begins before any ends.
-The estimate comes from operations that end together on both sides, and is clipped into what is feasible.
+Steps that contradict what most others allow (a damaged row, a clock that was set) are left out and named. The estimate
+comes from operations that end together on both sides, and is clipped into what is feasible.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from bubblescope.align.hosts import apart
 from bubblescope.model import Clock, HostClock, Kind, Lane, Notice, Run
-from bubblescope.model.notice import some
+from bubblescope.model.notice import counted, some
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
@@ -26,6 +28,7 @@ _SAME_CLOCK_NS = 10_000.0
 _TOO_WIDE = 0.05
 _FEW = 6
 _INFEASIBLE = "clock-infeasible"
+_MOST_BOUNDS = 10_000_000
 _HOW = "operations that both sides end together, within the limits of causality"
 
 
@@ -33,8 +36,8 @@ def align(run: Run) -> Run:
     """Put all spans on the clock of the lowest rank's host and fill `Run.clock`. Ranks of one host share a clock.
 
     Hosts whose offset from the first one is not known to within 5 % of a step make parts of their own, each on one
-    clock; then `Clock.aligned` is False. Hosts whose constraints contradict each other are not moved. A Notice says
-    all of this.
+    clock; then `Clock.aligned` is False. Hosts whose constraints contradict each other are of different parts. Steps
+    that contradict most others join ``source.details["cut_steps"]``. A Notice says all of this.
     """
     if run.clock.aligned or len(run.layout.ranks) == 0:
         return run
@@ -44,15 +47,17 @@ def align(run: Run) -> Run:
     connected = _connected(problem)
     notices = [_apart(problem, connected)] if len(connected) > 1 else []
     parts: list[_Part] = []
+    wrong: dict[int, str] = {}
     for hosts in connected:
-        found, said = _solve(problem.of_hosts(hosts))
+        found, said, left_out = _solve(problem.of_hosts(hosts))
+        wrong |= left_out
         parts.extend(replace(part, hosts=hosts[part.hosts]) for part in found)
         notices.extend(said)
     if any(n.code == _INFEASIBLE for n in notices):
         again = _rank_by_rank(run)
         if again is not None:
             return again
-    return _moved(run, problem, parts).with_notices(*notices)
+    return _moved(_left_out(run, wrong), problem, parts).with_notices(*notices)
 
 
 def _rank_by_rank(run: Run) -> Run | None:
@@ -78,18 +83,17 @@ class _Part:
     high: Float
 
 
-def _solve(problem: _Problem) -> tuple[list[_Part], list[Notice]]:
-    """The parts of hosts that bound each other, and what is to be said where they are several."""
+def _solve(problem: _Problem) -> tuple[list[_Part], list[Notice], dict[int, str]]:
+    """The parts of hosts that bound each other, what is to be said where they are several, and steps that contradict
+    the others (see `_contradicting`)."""
     drift = _drifts(problem)
-    limits = _closure(problem.limits(drift))
+    limits = _feasible(problem, drift)
     if limits is None:
-        # A larger FIFO than NCCL's default buffers larger messages: without the rendezvous all may be well.
-        limits = _closure(problem.limits(drift, rendezvous=False))
-    if limits is None:
-        text = f"the clocks of {some(problem.texts, 4)} are not aligned: messages would arrive before they were sent; "
-        zero = np.zeros(1)
-        alone = [_Part(np.array([i]), zero, zero, zero, zero) for i in range(len(problem.hosts))]
-        return alone, [Notice(_INFEASIBLE, text + "their times are not compared")]
+        wrong = _contradicting(problem, drift)
+        if not wrong:
+            return (*_apart_by_force(problem, drift), {})
+        parts, said, _ = _solve(problem.without(wrong))
+        return parts, said, wrong
     half = (limits + limits.T) / 2
     near = _near(half, _TOO_WIDE * problem.step_ns)
     parts = []
@@ -101,7 +105,101 @@ def _solve(problem: _Problem) -> tuple[list[_Part], list[Notice]]:
         if problem.unknown and np.all(np.abs(offset) <= _SAME_CLOCK_NS) and np.all(low <= 0) and np.all(high >= 0):
             offset, rate = np.zeros_like(offset), np.zeros_like(rate)
         parts.append(_Part(hosts, offset, rate, low, high))
-    return parts, [_too_wide(problem, hosts, float(half[0, hosts[0]])) for hosts in near[1:]]
+    return parts, [_too_wide(problem, hosts, float(half[0, hosts[0]])) for hosts in near[1:]], {}
+
+
+def _feasible(problem: _Problem, drift: Float) -> Float | None:
+    """The tightest implied bounds; None where they contradict each other."""
+    limits = _closure(problem.limits(drift))
+    # A larger FIFO than NCCL's default buffers larger messages: without the rendezvous all may be well.
+    return _closure(problem.limits(drift, rendezvous=False)) if limits is None else limits
+
+
+def _apart_by_force(problem: _Problem, drift: Float) -> tuple[list[_Part], list[Notice]]:
+    """Of hosts whose constraints contradict each other: each joins the first part that it bounds and does not
+    contradict."""
+    chosen: list[list[int]] = []
+    for host in range(len(problem.hosts)):
+        for part in chosen:
+            trial = np.array([*part, host])
+            limits = _feasible(problem.of_hosts(trial), drift[trial])
+            if limits is not None and np.isfinite(limits[0, -1] + limits[-1, 0]):
+                part.append(host)
+                break
+        else:
+            chosen.append([host])
+    named = " | ".join(some([problem.texts[i] for i in part], 4) for part in chosen[:4]) + " | …" * (len(chosen) > 4)
+    message = (
+        f"the clocks of {named} are not aligned: messages would arrive before they were sent; times are compared "
+        "within each of these parts only"
+    )
+    parts: list[_Part] = []
+    notices = [Notice(_INFEASIBLE, message)]
+    for hosts in map(np.array, chosen):
+        found, said, _ = _solve(problem.of_hosts(hosts))
+        parts.extend(replace(part, hosts=hosts[part.hosts]) for part in found)
+        notices.extend(said)
+    return parts, notices
+
+
+def _contradicting(problem: _Problem, drift: Float) -> dict[int, str]:
+    """Steps that would have to be on other clocks than most steps of the same two hosts, and who these are. None where
+    of some pair of hosts neither two nor half of the steps agree, or the rest is no better.
+
+    Example: offsets of two hosts that steps 0 to 3 allow, us: -1 to 3, -2 to 2, 0 to 4, 900 to 950: step 3.
+    """
+    steps = problem.steps
+    if len(steps) < 3 or len(steps) * len(drift) ** 2 > _MOST_BOUNDS:
+        return {}
+    for rendezvous in (True, False):
+        high = np.stack([problem.of_step(s).limits(drift, rendezvous=rendezvous) for s in steps.tolist()])
+        low = -high.transpose(0, 2, 1)
+        found: dict[int, list[set[int]]] = {}
+        for a, b in np.argwhere(np.triu(high.min(axis=0) < low.max(axis=0), 1)).tolist():
+            agree = _agreeing(low[:, a, b], high[:, a, b])
+            told = np.isfinite(high[:, a, b]) | np.isfinite(low[:, a, b])
+            if (agree & told).sum() < max(2, told.sum() / 2):
+                break
+            for step in steps[told & ~agree].tolist():
+                found.setdefault(step, []).append({a, b})
+        else:
+            rest = problem.without(found)
+            if found and _feasible(rest, _drifts(rest)) is not None:
+                return {step: _who(problem, pairs) for step, pairs in found.items()}
+    return {}
+
+
+def _who(problem: _Problem, pairs: list[set[int]]) -> str:
+    """The hosts that all of these pairs have in common, else all of them."""
+    hosts = set.intersection(*pairs) or set.union(*pairs)
+    return some([problem.texts[i] for i in sorted(hosts)], 4)
+
+
+def _agreeing(low: Float, high: Float) -> NDArray[np.bool_]:
+    """Which of the intervals hold the point that lies in most of them."""
+    ends = np.concatenate([low[np.isfinite(low)], high[np.isfinite(high)]])
+    holds = (low <= ends[:, None]) & (ends[:, None] <= high)
+    result: NDArray[np.bool_] = holds[holds.sum(axis=1).argmax()]
+    return result
+
+
+def _left_out(run: Run, wrong: dict[int, str]) -> Run:
+    """Without the messages of steps that contradict the others, and with a Notice about these."""
+    if not wrong:
+        return run
+    why = "the times of {} contradict those of other steps: messages would arrive before they were sent"
+    details = dict(run.source.details)
+    details["cut_steps"] = {**details.get("cut_steps", {}), **{step: why.format(who) for step, who in wrong.items()}}
+    links = run.links
+    keep = ~np.isin(run.spans.step[links.p2p[:, 0]], list(wrong))
+    links = replace(links, p2p=links.p2p[keep], p2p_wait=links.p2p_wait[keep])
+    who = some(sorted(set(wrong.values())), 4)
+    message = (
+        f"in {counted(len(wrong), 'step')} ({some(sorted(wrong))}) {why.format(who)}. A clock was set, or stamps are "
+        "damaged: these steps are left out, and the clocks are those of the others"
+    )
+    run = replace(run, links=links, source=replace(run.source, details=details))
+    return run.with_notices(Notice("clock-steps", message))
 
 
 def _connected(problem: _Problem) -> list[Int]:
@@ -128,8 +226,8 @@ def _near(half: Float, most: float) -> list[Int]:
 class _Problem:
     """Matched events between hosts (by place in `hosts`); times in ns since `origin`, as stamped.
 
-    pairs: columns (sender host, receiver host, send start, send end, receive start, receive end, may be eager).
-    groups: for every collective its (host, latest start, earliest end), one row per member host.
+    pairs: columns (sender host, receiver host, send start, send end, receive start, receive end, may be eager, step).
+    groups: for every collective its (host, latest start, earliest end), one row per member host; group_step: beside it.
     """
 
     hosts: Int
@@ -140,6 +238,7 @@ class _Problem:
     unknown: bool
     pairs: Float
     groups: list[Float]
+    group_step: Int
 
     @classmethod
     def of(cls, run: Run) -> _Problem:
@@ -156,8 +255,26 @@ class _Problem:
         return cls(
             hosts, texts, origin, length, _step_length(run, length),
             all(t.endswith("(host unknown)") for t in texts),
-            _pairs(run, of_rank, origin), _groups(run, of_rank, origin),
+            _pairs(run, of_rank, origin), *_groups(run, of_rank, origin),
         )  # fmt: skip
+
+    @property
+    def steps(self) -> Int:
+        """Those that are known, of all events."""
+        known = np.unique(np.concatenate([self.pairs[:, 7].astype(np.int64), self.group_step]))
+        return known[known >= 0]
+
+    def of_step(self, step: int) -> _Problem:
+        """The same with the events of one step alone, and those of no step."""
+        return self.without(self.steps[self.steps != step].tolist())
+
+    def without(self, steps: Collection[int]) -> _Problem:
+        """The same without the events of these steps."""
+        return self._only(~np.isin(self.pairs[:, 7], list(steps)), ~np.isin(self.group_step, list(steps)))
+
+    def _only(self, pairs: NDArray[np.bool_], groups: NDArray[np.bool_]) -> _Problem:
+        chosen = [g for g, keep in zip(self.groups, groups.tolist(), strict=True) if keep]
+        return replace(self, pairs=self.pairs[pairs], groups=chosen, group_step=self.group_step[groups])
 
     def of_hosts(self, hosts: Int) -> _Problem:
         """The same among some hosts (by place) alone."""
@@ -167,13 +284,11 @@ class _Problem:
         pairs[:, :2] = place[pairs[:, :2].astype(int)]
         groups = [np.column_stack([place[g[:, 0].astype(int)], g[:, 1:]]) for g in self.groups]
         groups = [g[g[:, 0] >= 0] for g in groups]
-        return replace(
-            self,
-            hosts=self.hosts[hosts],
-            texts=[self.texts[i] for i in hosts.tolist()],
-            pairs=pairs[(pairs[:, :2] >= 0).all(axis=1)],
-            groups=[g for g in groups if len(g) > 1],
+        several = np.array([len(g) > 1 for g in groups], dtype=np.bool_)
+        named = replace(
+            self, hosts=self.hosts[hosts], texts=[self.texts[i] for i in hosts.tolist()], pairs=pairs, groups=groups
         )
+        return named._only((pairs[:, 0] >= 0) & (pairs[:, 1] >= 0), several)
 
     def limits(self, drift: Float, *, rendezvous: bool = True) -> Float:
         """Upper bounds on x_a - x_b, shape (hosts, hosts), after drift is taken out; inf where there is none."""
@@ -205,7 +320,7 @@ def _step_length(run: Run, otherwise: float) -> float:
 def _pairs(run: Run, of_rank: dict[int, int], origin: int) -> Float:
     spans, p2p, waits = run.spans, run.links.p2p, run.links.p2p_wait
     if len(p2p) == 0:
-        return np.empty((0, 7))
+        return np.empty((0, 8))
     a = np.array([of_rank.get(int(r), -1) for r in spans.rank[p2p[:, 0]]])
     b = np.array([of_rank.get(int(r), -1) for r in spans.rank[p2p[:, 1]]])
     end_a = np.where(waits[:, 0] >= 0, spans.end_ns[waits[:, 0]], spans.end_ns[p2p[:, 0]])
@@ -214,18 +329,18 @@ def _pairs(run: Run, of_rank: dict[int, int], origin: int) -> Float:
     # A post that is not a kernel says nothing about when the transfer was over for the sender.
     eager = (size <= EAGER_BYTES) | (waits[:, 0] >= 0)
     times = np.stack([spans.start_ns[p2p[:, 0]], end_a, spans.start_ns[p2p[:, 1]], end_b], axis=1) - origin
-    table: Float = np.column_stack([a, b, times, eager]).astype(np.float64)
+    table: Float = np.column_stack([a, b, times, eager, spans.step[p2p[:, 0]]]).astype(np.float64)
     result: Float = table[(a >= 0) & (b >= 0) & (a != b)]
     return result
 
 
-def _groups(run: Run, of_rank: dict[int, int], origin: int) -> list[Float]:
+def _groups(run: Run, of_rank: dict[int, int], origin: int) -> tuple[list[Float], Int]:
     spans, links = run.spans, run.links.collective
     if len(links) == 0:
-        return []
+        return [], np.empty(0, dtype=np.int64)
     order = np.argsort(links[:, 0], kind="stable")
     links = links[order]
-    out = []
+    out, steps = [], []
     for part in np.split(links[:, 1], np.flatnonzero(np.diff(links[:, 0])) + 1):
         host = np.array([of_rank.get(int(r), -1) for r in spans.rank[part]])
         rows = []
@@ -234,7 +349,8 @@ def _groups(run: Run, of_rank: dict[int, int], origin: int) -> list[Float]:
             rows.append((h, spans.start_ns[mine].max() - origin, spans.end_ns[mine].min() - origin))
         if len(rows) > 1:
             out.append(np.array(rows, dtype=np.float64))
-    return out
+            steps.append(int(spans.step[part[0]]))
+    return out, np.array(steps, dtype=np.int64)
 
 
 def _closure(bound: Float) -> Float | None:

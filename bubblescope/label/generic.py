@@ -247,9 +247,15 @@ class _Labeller:
     # -- learning and splitting
 
     def learn(self) -> None:
-        """Take the habits of F and B from the segments that are surely one of them."""
+        """Take the habits of F and B from the segments that are surely one of them, in steps with the usual number of
+        messages of their rank: what lies between the others need not be whole."""
+        counts: dict[int, list[int]] = {}
+        for (rank, _), messages in self.messages.items():
+            counts.setdefault(rank, []).append(len(messages))
+        usual = {rank: stats.usual(np.array(of_rank)) for rank, of_rank in counts.items()}
         for segment in self.segments:
-            if segment.pure and not segment.last:
+            whole = len(self.messages[segment.rank, segment.step]) == usual[segment.rank]
+            if segment.pure and not segment.last and whole:
                 self.habits.learn(segment.rank, segment.pure, segment.rows)
 
     def assign(self) -> None:

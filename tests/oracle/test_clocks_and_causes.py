@@ -238,6 +238,24 @@ def test_a_lost_message_kernel_costs_its_step_and_no_other(
         assert row["seconds"] == pytest.approx(whole["causes"][cause]["seconds"], abs=20e-6), cause
 
 
+def test_ranks_that_lost_the_begin_of_their_traces_lose_that_step(tmp_path: Path) -> None:
+    """Operations without their first kernels teach nothing about those of other steps."""
+    truth = simulate(Shape(steps=4))
+    documents = traces(truth, Style(host=lambda rank: f"host{rank}"))
+    for document in documents.values():
+        document["traceEvents"] = [
+            e for e in document["traceEvents"] if e.get("cat") != "kernel" or e["ts"] > truth.shape.start_ns / 1e3 + 5e3
+        ]
+    write(tmp_path, documents)
+    data = build(prepare(read(tmp_path))).data
+    assert [step["index"] for step in data["steps"]["skipped"]] == [3]
+    assert data["replay"]["trusted"]
+    expected = {"warmup": 5.0625e-3, "cooldown": 5.0625e-3, "stage_imbalance": 7.875e-3, "p2p_transfer": 0.65e-3}
+    for cause, row in data["causes"].items():
+        if cause != "host_launch":  # the pauses between steps
+            assert row["seconds"] == pytest.approx(expected.get(cause, 0), abs=5e-6), cause
+
+
 def test_a_step_whose_order_is_circular_costs_no_other(tmp_path: Path) -> None:
     """Two ranks lost different messages of one queue, which are counted alike: the rest is matched wrongly."""
     truth = simulate(Shape(steps=4))

@@ -121,6 +121,46 @@ def test_contradictory_clocks_are_refused_and_nothing_is_moved(tmp_path: Path) -
     assert (np.minimum(messages.wait, messages.send_wait) == 0).all()
 
 
+def jumping(folder: Path, steps: int, jumps: dict[int, float], hosts: list[str], from_step: int) -> Run:
+    """Ranks whose clock is set by so many us before that step."""
+    truth = simulate(Shape(steps=steps))
+    documents = traces(truth, Style(host=lambda rank: hosts[rank]))
+    since = truth.windows[from_step][0] / 1000 - 100
+    for rank, jump in jumps.items():
+        for event in documents[rank]["traceEvents"]:
+            if event["ph"] == "X" and event["ts"] > since:
+                event["ts"] += jump
+    write(folder, documents)
+    return prepare(read(folder))
+
+
+@pytest.mark.parametrize("from_step", [1, 2, 3])
+@pytest.mark.parametrize("jump", [3_000, -3_000])
+def test_where_a_clock_was_set_the_steps_that_agree_are_aligned_and_the_others_named(
+    tmp_path: Path, from_step: int, jump: float
+) -> None:
+    run = jumping(tmp_path, 4, {2: jump}, ["h0", "h0", "h2", "h3"], from_step)
+    assert run.clock.aligned
+    lost = range(4)[:1] if from_step == 1 else range(4)[from_step:]
+    assert sorted(run.source.details["cut_steps"]) == [step + 3 for step in lost]  # the profiler counts from 3
+    assert all("the times of h2 contradict" in why for why in run.source.details["cut_steps"].values())
+    assert "clock-steps" in [n.code for n in run.notices]
+    offsets = {h.host: h.offset_ns for h in run.clock.hosts}
+    assert offsets["h2"] == pytest.approx(-jump * 1000 if from_step == 1 else 0, abs=5_000)
+    assert abs(offsets["h3"]) < 5_000
+    assert not np.isin(run.spans.step[run.links.p2p], list(run.source.details["cut_steps"])).any()
+
+
+def test_hosts_that_contradict_nobody_stay_together(tmp_path: Path) -> None:
+    """With two steps nobody can say which of them is right; the hosts beside the one whose clock was set agree."""
+    run = jumping(tmp_path, 2, {2: 3_000}, ["h0", "h1", "h2", "h3"], 1)
+    assert not run.clock.aligned
+    assert run.clock.parts == (0, 0, 2, 3)
+    assert "cut_steps" not in run.source.details
+    (notice,) = [n for n in run.notices if n.code == "clock-infeasible"]
+    assert "the clocks of h0, h1 | h2 | h3 are not aligned" in notice.message
+
+
 PARTS = {0: [0, 0, 0], 1: [0, 1, 1], 2: [0, 0, 2], 3: [0, 0, 0]}
 """The missing rank of four -> the part of each of the others."""
 
