@@ -48,7 +48,8 @@ EXPORTS = {
     "2021 columns": Export(old_schema=True),
 }
 # Without payloads nothing says who sends to whom, which "" and the names of zero-bubble schedules need.
-OF_RANGES = {
+WITH_PAYLOADS = list(EXPORTS)[:-1]
+OF_RANGES = {"zero bubble": WITH_PAYLOADS, "runtime": list(EXPORTS), "torch": list(EXPORTS), "": WITH_PAYLOADS}
     "zero bubble": list(EXPORTS)[:-1],
     "runtime": list(EXPORTS),
     "torch": list(EXPORTS),
