@@ -50,11 +50,6 @@ EXPORTS = {
 # Without payloads nothing says who sends to whom, which "" and the names of zero-bubble schedules need.
 WITH_PAYLOADS = list(EXPORTS)[:-1]
 OF_RANGES = {"zero bubble": WITH_PAYLOADS, "runtime": list(EXPORTS), "torch": list(EXPORTS), "": WITH_PAYLOADS}
-    "zero bubble": list(EXPORTS)[:-1],
-    "runtime": list(EXPORTS),
-    "torch": list(EXPORTS),
-    "": list(EXPORTS)[:-1],
-}
 
 
 @pytest.mark.parametrize(("ranges", "named"), [(r, name) for r, names in OF_RANGES.items() for name in names])
