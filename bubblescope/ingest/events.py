@@ -133,7 +133,7 @@ class Scan:
     `file_ranks`: every rank a ``distributedInfo`` in the file names (more than one: two files in one). `dropped`: why
     events are not among the columns -> how many; `lost`: how many of these are of the device. `arrows`: rows (id, 1
     where it begins and 0 where it ends, thread, ns) of arrows from forward to backward, only where no event has a
-    sequence number."""
+    sequence number. base_lost: the file is cut before the place where `base_ns` may have stood."""
 
     path: str
     events: Events
@@ -142,6 +142,7 @@ class Scan:
     head: dict[str, Any] = field(default_factory=dict)
     processes: dict[int, str] = field(default_factory=dict)
     base_ns: int = 0
+    base_lost: bool = False
     file_ranks: set[int] = field(default_factory=set)
     notices: list[Notice] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)

@@ -82,6 +82,7 @@ def assemble(scan: Scan, options: ReadOptions = DEFAULT) -> Part:
         events=count,
         groups=who.groups,
         notices=(*scan.notices, *said, *notices),
+        base_ns=None if scan.base_lost else scan.base_ns,
     )
 
 

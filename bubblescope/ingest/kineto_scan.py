@@ -65,6 +65,7 @@ def scan_blocks(
     result.notices = [*notices, *reader.notices()]
     result.file_ranks = reader.file_ranks
     base = reader.head.get("baseTimeNanoseconds") or 0
+    result.base_lost = reader.truncated and "baseTimeNanoseconds" not in reader.head
     result.base_ns = integer(base)
     if not 0 <= result.base_ns < MAX_NS or (type(base) is int and base != result.base_ns):
         message = f"baseTimeNanoseconds is {str(base)[:40]!r}, which is no time: this rank's clock is not the others'"

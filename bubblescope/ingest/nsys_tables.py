@@ -11,6 +11,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,8 @@ class _File:
         export = dict(self.rows("META_DATA_EXPORT", ("name", "value")))
         self.capture = dict(self.rows("META_DATA_CAPTURE", ("name", "value")))
         self.host = next(
-            (v for n, v in self.rows("TARGET_INFO_SYSTEM_ENV", ("name", "value")) if n == "Hostname" and v), ""
+            (v for n, v in self.rows("TARGET_INFO_SYSTEM_ENV", ("name", "value")) if n == "Hostname" and v),
+            f"{PurePosixPath(path).name} (host unknown)",
         )
         self.base_ns = self._base(export)
 

@@ -22,7 +22,8 @@ class Part:
     """What one file says. `timing`: "kernels", "host", or "" for a rank whose device was not recorded.
 
     launch: rows (host launch, device row) into `spans`. groups: communicator name -> (description, ranks). other_rank:
-    what else than ``distributedInfo`` tells, -1 nothing.
+    what else than ``distributedInfo`` tells, -1 nothing. base_ns: what was added to the times; None: the file is cut
+    before the place where it may have stood.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Part:
     notices: tuple[Notice, ...] = ()
     other_rank: int = -1
     other_how: str = ""
+    base_ns: int | None = 0
 
 
 def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
@@ -50,10 +52,11 @@ def merge(parts: list[Part], notices: list[Notice], source_format: str) -> Run:
     has device (or CPU) time to look at, or when the parts are of several jobs.
     """
     given, (parts, strangers) = parts, _one_job(parts)
+    parts, based = _with_base(parts)
     parts, copies = _without_copies(parts)
     parts, moved = _not_all_one_rank(parts)
     parts, said = _one_per_rank(parts)
-    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *copies, *moved, *said]
+    notices = [*notices, *(n for p in parts for n in p.notices), *strangers, *based, *copies, *moved, *said]
     seen = [p.rank for p in parts]
     parts, unmarked = _alike_in_steps(parts)
     notices.extend(unmarked)
@@ -116,6 +119,30 @@ def _one_job(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
         for p in parts
         if p.world_size not in (None, size)
     ]
+
+
+def _with_base(parts: list[Part]) -> tuple[list[Part], list[Notice]]:
+    """Parts whose base time is lost get that of the others, where these have one and the same: a profiler takes it from
+    the calendar."""
+    bases = {p.base_ns for p in parts if p.base_ns}
+    if not bases or all(p.base_ns is not None for p in parts):
+        return parts, []
+    out, notices = [], []
+    for part in parts:
+        if part.base_ns is not None:
+            out.append(part)
+            continue
+        what = "its end, where baseTimeNanoseconds stands, is lost; "
+        if len(bases) == 1:
+            base = max(bases)
+            what += "that of the other files is taken"
+            spans = part.spans
+            part = replace(part, spans=spans.with_columns(start_ns=spans.start_ns + base, end_ns=spans.end_ns + base))
+        else:
+            what += "the other files have different ones, so this rank's clock is not the others'"
+        out.append(part)
+        notices.append(Notice("base-time-lost", what, part.path))
+    return out, notices
 
 
 def _without_copies(parts: list[Part]) -> tuple[list[Part], list[Notice]]:

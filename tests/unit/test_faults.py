@@ -271,6 +271,24 @@ def test_two_windows_of_a_rank_do_not_become_two_ranks(tmp_path: Path) -> None:
     assert notice.where == str(tmp_path / "rank1.json")
 
 
+def test_a_file_that_lost_its_base_time_has_that_of_the_others(tmp_path: Path) -> None:
+    """Kineto writes it behind the events, so that every file that is cut has lost it."""
+    base = 1_700_000_000_000_000_000
+    bases = dict.fromkeys(range(4), base)
+    docs = documents(base_ns=bases, host=lambda rank: "node0")
+    for document in docs.values():
+        for event in document["traceEvents"]:
+            event["ts"] += base / 1000 if event["ph"] == "X" else 0
+    files = write_all(tmp_path, docs)
+    text = files[2].read_bytes()
+    files[2].write_bytes(text[: text.rindex(b'"ProfilerStep') - 400])
+    run = prepare(read(tmp_path))
+    (notice,) = [n for n in run.notices if n.code == "base-time-lost"]
+    assert notice.message.endswith("that of the other files is taken")
+    assert "host-not-believed" not in codes(run)
+    assert int(np.ptp(run.spans.start_ns)) < 1_000_000_000
+
+
 def test_without_any_sign_of_a_rank_the_files_are_refused_and_listed(tmp_path: Path) -> None:
     for rank, document in documents(metadata=False).items():
         del document["distributedInfo"]

@@ -138,6 +138,13 @@ def test_copies_alone_are_the_reason_and_a_file_is_named_once(tmp_path: Path) ->
     assert caught.value.where == str(path)
 
 
+def test_processes_of_one_export_are_of_one_host_whose_name_may_not_be_known(tmp_path: Path) -> None:
+    nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(host=""))
+    run = prepare(read(tmp_path))
+    assert {run.names[int(h)] for h in run.layout.host} == {"job.sqlite (host unknown)"}
+    assert run.clock.aligned
+
+
 def test_a_copy_of_an_export_counts_once_and_is_named(tmp_path: Path) -> None:
     docs = documents(ranges="runtime")
     nsys_gen.write(tmp_path / "node0.sqlite", {r: docs[r] for r in (0, 1)}, Export(init=False))
