@@ -14,7 +14,8 @@ from typing import Any
 from bubblescope._ranks import numbers_of_launcher
 from bubblescope.attach import client, process, protocol
 from bubblescope.attach.process import Process
-from bubblescope.errors import AttachError
+from bubblescope.capture.environment import Settings
+from bubblescope.errors import AttachError, UsageError
 
 _LAUNCHERS = re.compile(
     r"(?:.*/)?(?:torchrun|deepspeed|accelerate|srun|mpirun|mpiexec(?:\.\w+)?|orterun|prterun)"
@@ -29,8 +30,8 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_
 class Rank:
     """One training process. rank, world: None when nobody says. agent: its socket, when it has one.
 
-    trouble: why the agent that it has cannot be used. kineto: it polls for a profiler daemon. job: the same text in
-    ranks of one job.
+    trouble: why the agent that it has cannot be used. recording: the folder that it records into by itself, or "".
+    kineto: it polls for a profiler daemon. job: the same text in ranks of one job.
     """
 
     pid: int
@@ -41,6 +42,7 @@ class Rank:
     job: str
     agent: Path | None = None
     trouble: str = ""
+    recording: str = ""
     kineto: bool = False
     environ: Mapping[str, str] | None = None
     profiler: bool = False
@@ -49,6 +51,11 @@ class Rank:
     def prepared(self) -> str:
         """How it can be reached without injecting: "agent", "kineto" or "no"."""
         return "agent" if self.agent is not None else "kineto" if self.kineto else "no"
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether it was started to have an agent, which waits for a framework that runs pipelines to be imported."""
+        return self.agent is None and (self.environ or {}).get("BUBBLESCOPE") == "standby"
 
     @property
     def label(self) -> str:
@@ -83,6 +90,7 @@ def describe(one: Process, agent: Path | None) -> Rank:
         uid=one.uid,
         framework=_framework(one.command),
         job=job_of(one.environ),
+        recording=_recording(one, rank),
         kineto=one.environ.get("KINETO_USE_DAEMON", "") not in ("", "0") and process.maps_torch(one.pid),
         environ=one.environ,
     )
@@ -98,8 +106,27 @@ def describe(one: Process, agent: Path | None) -> Rank:
         rank=_number(said.get("rank"), rank),
         world=_number(said.get("world"), world),
         framework=client.printable(said.get("framework") or made.framework)[:40],
+        recording=client.printable("" if _attached(said) else said.get("recording") or ""),
         profiler=said.get("profiler") is True,
     )
+
+
+def _attached(said: dict[str, Any]) -> bool:
+    """Whether it is an attach that records there; of that the agent speaks for itself."""
+    window = said.get("window")
+    return isinstance(window, dict) and window.get("state") not in ("done", "failed")
+
+
+def _recording(one: Process, rank: int | None) -> str:
+    """By its open file; before that is there, by what `bubblescope run` asked of it."""
+    if folder := process.records_into(one.pid):
+        return client.printable(folder)
+    try:
+        settings = Settings.read(one.environ)
+    except UsageError:
+        return ""
+    asked = settings.mode == "record" and rank in (settings.ranks or (rank,))
+    return client.printable(settings.out) if asked and one.pid not in _recorded_pids(Path(settings.out)) else ""
 
 
 def _trouble(pid: int, error: AttachError) -> str:
@@ -152,8 +179,8 @@ def of_process(pid: int) -> list[Rank]:
 
 
 def of_folder(folder: Path) -> list[Rank]:
-    """Ranks whose job has to do with that folder: it is their working folder, they were started to write there, or
-    a recording in it names their processes."""
+    """Ranks whose job has to do with that folder, there or not: it is their working folder, they were started to write
+    there, or a recording in it names their processes."""
     wanted = folder.resolve()
     pids = _recorded_pids(wanted)
     return [rank for rank in ranks() if rank.pid in pids or wanted in _folders(rank)]

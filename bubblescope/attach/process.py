@@ -14,6 +14,7 @@ from bubblescope.attach.elf import mappings
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _LIBPYTHON = re.compile(r"(?:^|/)(?:lib)?python(3\.\d+)")
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+_RANK_FILE = re.compile(r"rank-\d+(?:\.\d+(?:-\d+)?)?\.jsonl")
 _TAKES_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
 _STOPPED = ("T", "t")
 _SIGTRAP_BIT = 1 << 4
@@ -89,6 +90,21 @@ def maps_torch(pid: int) -> bool:
     except OSError:
         return False
     return "libtorch_python.so" in text or "libtorch_cpu.so" in text
+
+
+def records_into(pid: int) -> Path | None:
+    """The folder of a rank's file that it holds open: its recorder's, whoever started that."""
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                path = link.readlink()
+            except FileNotFoundError:
+                continue  # closed meanwhile
+            if _RANK_FILE.fullmatch(path.name):
+                return path.parent
+    except OSError:
+        return None
+    return None
 
 
 def python_version(pid: int) -> tuple[int, int] | None:

@@ -22,6 +22,11 @@ DEFAULT_SECONDS = 5.0
 AGENT_SECONDS = 20.0
 """How long an agent may take to appear after it was injected."""
 
+WHEN_AGENTS_START = (
+    "it starts when the process imports torch.distributed.pipelining, Megatron-Core or DeepSpeed: try again when the "
+    "job trains. One without a pipeline has nothing to record, but for a marked loop of its own (--via inject --yes)"
+)
+
 Tell = Callable[[str], None]
 Confirm = Callable[[str], bool]
 
@@ -134,14 +139,17 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 def targets(text: str) -> list[Rank]:
     """The ranks that the user named. Raises AttachError when there are none, or of more than one job."""
+    if not text.strip():
+        raise UsageError("TARGET is an empty text", hint="is the variable set? bubblescope doctor lists ranks")
     if text == "all":
         found, where = discover.ranks(), "of yours on this host"
     elif text.isdecimal():
         found, where = discover.of_process(int(text)), ""
-    elif Path(text).is_dir():
-        found, where = discover.of_folder(Path(text)), f"that belong to {text}"
     else:
-        raise UsageError(f"'{text}' is no process id, no folder and not 'all'", hint="bubblescope doctor lists ranks")
+        found, where = discover.of_folder(Path(text)), f"that belong to {text}"
+        if not found and not Path(text).is_dir():
+            what = f"'{text}' is no process id, no folder and not 'all'"
+            raise UsageError(what, hint="bubblescope doctor lists ranks")
     if not found:
         raise AttachError(
             f"there are no training ranks {where}",
@@ -176,14 +184,23 @@ def choose(ranks: Sequence[Rank], via: str) -> str:
             f"{troubled[0].label} has an agent that cannot be used: {troubled[0].trouble}",
             hint="open: --via kineto" if has_kineto else "",
         )
+    if via != "kineto" and (recording := [rank for rank in ranks if rank.recording]):
+        folder = recording[0].recording
+        raise AttachError(
+            f"{_some(recording)} {'records' if len(recording) == 1 else 'record'} already, into {folder}",
+            hint=f"bubblescope watch {folder} shows it live",
+        )
     if via == "auto":
         if has_agent or has_kineto:
             return "agent" if has_agent else "kineto"
         unprepared = [rank for rank in ranks if rank.prepared == "no"] or list(ranks)
+        if all(rank.stands_by for rank in unprepared):
+            raise AttachError(f"the agent of {_some(unprepared)} has not started", hint=WHEN_AGENTS_START)
         raise AttachError(f"{_some(unprepared)} {_was(unprepared)} not prepared for attaching", hint=_open_ways(ranks))
     if via == "agent" and not has_agent:
         without = [rank for rank in ranks if rank.agent is None]
-        raise AttachError(f"there is no agent in {_some(without)}", hint=_open_ways(ranks))
+        hint = WHEN_AGENTS_START if all(rank.stands_by for rank in without) else _open_ways(ranks)
+        raise AttachError(f"there is no agent in {_some(without)}", hint=hint)
     if via == "kineto" and not has_kineto:
         without = [rank for rank in ranks if not rank.kineto]
         what = f"{_some(without)} {_was(without)} started without KINETO_USE_DAEMON=1"

@@ -236,8 +236,10 @@ def _ranks(found: Findings) -> None:
     for rank in discover.ranks():
         name = f"process {rank.pid}"
         value = f"rank {'?' if rank.rank is None else rank.rank} of {rank.world or '?'}"
-        way = rank.trouble or ways[rank.prepared]
-        state = "missing" if rank.prepared == "no" else "ok"
+        records = f"records already: bubblescope watch {rank.recording}" if rank.recording else ""
+        waits = "stands by, and has imported no pipeline yet" if rank.stands_by and rank.prepared == "no" else ""
+        way = rank.trouble or records or waits or ways[rank.prepared]
+        state = "ok" if records or waits or rank.prepared != "no" else "missing"
         found.add("attach", name, state, value, f"{rank.framework}; {way}; {rank.job or 'no job name'}")
 
 

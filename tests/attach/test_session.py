@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,23 @@ def test_a_refusal_names_the_ranks_and_the_ways_that_are_open(
     assert what in caught.value.what
     assert open_ in caught.value.hint
     assert ("inject" in caught.value.hint) is (ranks[-1].prepared == "no"), "only where nothing gentler is open"
+
+
+@pytest.mark.parametrize("via", [way for way in session.WAYS if way != "kineto"])
+def test_a_job_that_records_already_is_entered_by_nobody(via: str) -> None:
+    with pytest.raises(AttachError, match=r"rank 1 \(process 101\) records already, into /r") as caught:
+        session.choose([rank(), rank(1, recording="/r")], via)
+    assert caught.value.hint.startswith("bubblescope watch /r")
+    assert session.choose([rank(kineto=True, recording="/r")], "kineto") == "kineto"
+
+
+@pytest.mark.parametrize("via", ["auto", "agent"])
+def test_a_job_that_stands_by_is_not_told_to(via: str) -> None:
+    standby = {"environ": {"BUBBLESCOPE": "standby"}}
+    with pytest.raises(AttachError, match=r"agent (of|in) rank 1") as caught:
+        session.choose([rank(**AGENT), rank(1, **standby)], via)
+    assert "when the process imports torch.distributed.pipelining" in caught.value.hint
+    assert "run --standby" not in caught.value.hint
 
 
 def test_where_injecting_is_closed_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +156,31 @@ def test_no_ranks_and_no_such_process_are_told_apart(tmp_path: Path, monkeypatch
         session.targets("4194305")
     with pytest.raises(UsageError, match="no process id, no folder"):
         session.targets("nonsense")
+    with pytest.raises(UsageError, match="TARGET is an empty text"):
+        session.targets("")
+
+
+def test_a_folder_that_a_job_will_write_to_need_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs" / "x"
+    monkeypatch.setattr(discover, "ranks", lambda: [rank(environ={"BUBBLESCOPE_OUT": str(folder)}), rank(1)])
+    assert [r.pid for r in session.targets(str(folder))] == [100]
+
+
+def test_what_records_is_told_by_its_open_file_and_before_that_by_what_was_asked_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recording(pid: int, ranks: str = "0-3") -> str:
+        asked = {"BUBBLESCOPE": "record", "BUBBLESCOPE_OUT": str(tmp_path), "BUBBLESCOPE_RANKS": ranks}
+        return discover.describe(started(pid, 1, "python train.py", RANK=1, **asked), None).recording
+
+    assert recording(4194305) == str(tmp_path), "it has not come to its first step"
+    assert recording(4194305, ranks="0") == ""
+    with (tmp_path / "rank-00001.jsonl").open("w") as file:
+        file.write(json.dumps({"kind": "header", "host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+        file.flush()
+        assert process.records_into(os.getpid()) == tmp_path
+        assert recording(os.getpid()) == str(tmp_path)
+    assert recording(os.getpid()) == "", "it has recorded the steps that were asked for"
 
 
 # ---- finding ranks, on a made-up /proc

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,13 +77,24 @@ def test_what_makes_the_jobs_of_a_shell_attachable_is_said(
     assert said in item.note
 
 
-def test_why_the_agent_of_a_rank_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = discover.Rank(7, 0, 1, 0, "torch", "", trouble="the process is stopped")
+@pytest.mark.parametrize(
+    ("what", "state", "said"),
+    [
+        ({}, "missing", "not prepared: --via inject"),
+        ({"trouble": "the process is stopped"}, "missing", "the process is stopped"),
+        ({"recording": "/r"}, "ok", "records already: bubblescope watch /r"),
+        ({"environ": {"BUBBLESCOPE": "standby"}}, "ok", "stands by, and has imported no pipeline yet"),
+    ],
+)
+def test_why_a_rank_cannot_be_attached_to_is_said(
+    what: dict[str, Any], state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = discover.Rank(7, 0, 1, 0, "torch", "", **what)
     monkeypatch.setattr(discover, "ranks", lambda: [rank])
     found = doctor.Findings()
     doctor._ranks(found)
     [item] = found.items
-    assert (item.state, item.note) == ("missing", "torch; the process is stopped; no job name")
+    assert (item.state, item.note) == (state, f"torch; {said}; no job name")
 
 
 def test_looking_leaves_torch_as_it_was(tmp_path: Path) -> None:
