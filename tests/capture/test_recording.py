@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bubblescope.align import prepare
 from bubblescope.ingest import recording
 from bubblescope.model import Kind, Lane, Run
-from tests.support.sleeping import MULTI, RankResult, SleepRun, run_pipelines
+from bubblescope.report.build import ReportOptions, build
+from bubblescope.views.summary import first_screen
+from tests.support.sleeping import MULTI, RankResult, SleepRun, run_pipeline, run_pipelines
 
 pytestmark = pytest.mark.real
 
@@ -198,6 +201,26 @@ def test_data_parallel_pipelines_are_told_apart(odd: tuple) -> None:  # type: ig
     assert run.layout.data_parallel == 2 and run.layout.world_size == 4
     assert run.layout.replica.tolist() == [0, 0, 1, 1] and run.layout.pp.tolist() == [0, 1, 0, 1]
     assert run.layout.stage_rank == {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 3}
+
+
+def test_the_wait_for_a_slow_replica_inside_ddps_last_backward_is_a_wait(tmp_path: Path) -> None:
+    """Rank 1 is as fast as the first stage, and its replica, rank 3, takes three times as long."""
+    job = SleepRun("1F1B", 2, 3, 0.005, 0.010, steps=4, replicas=2, ddp=True, slow=(3, 3.0), out=tmp_path / "x")
+    assert {result.exitcode for result in run_pipeline(job)} == {0}
+    run = recording.read(tmp_path / "x")
+    waits = run.spans.where(kind=Kind.COLLECTIVE, lane=Lane.WAIT) & (run.spans.step > 0)
+    for rank, group in ((0, "0,2"), (1, "1,3"), (2, "0,2"), (3, "1,3")):
+        mine = np.flatnonzero(waits & (run.spans.rank == rank))
+        assert len(mine) == 3
+        assert {run.names.texts[g].split(":")[1] for g in run.spans.group[mine]} == {group}
+    backwards = run.spans.where(kind=Kind.BACKWARD, rank=1) & (run.spans.step > 0)
+    assert np.median(run.spans.duration_ns[backwards & (run.spans.microbatch == 2)]) < 20e6
+    assert np.median(run.spans.duration_ns[waits & (run.spans.rank == 1)]) > 60e6
+    report = build(prepare(run), ReportOptions())
+    assert report.slowdowns[3] == pytest.approx(3, rel=0.15)
+    assert "because GPU 3 is " in first_screen(report).sentence
+    (node,) = (row for row in report.data["advice"] if row["kind"] == "node")
+    assert node["detail"]["rank"] == 3 and node["saved_seconds"] > 0.25 * node["now_seconds"]
 
 
 def test_hooks_that_raise_cost_one_warning_and_a_count_at_the_end(odd: tuple) -> None:  # type: ignore[type-arg]

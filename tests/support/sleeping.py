@@ -42,7 +42,8 @@ class SleepRun:
     out: recording folder, None = not recorded. profiler: folder for torch.profiler traces (``rank-0.json``).
     record_options: for `bubblescope.record`. fault: "raise-in-hook" or "other-optimizer" or "evaluate".
     layers: 0 = a stage is one module; else a stage of factor f is a Sequential of f × so many equal layers.
-    kill: (rank, step): that rank kills itself in mid-step. workers: DataLoader workers of the first stage.
+    ddp: the replicas reduce their gradients by DistributedDataParallel. slow: (rank, factor): it takes so many times as
+    long. kill: (rank, step): that rank kills itself in mid-step. workers: DataLoader workers of the first stage.
     """
 
     schedule: str = "1F1B"
@@ -65,6 +66,8 @@ class SleepRun:
     workers: int = -1
     no_optimizer: bool = False
     layers: int = 0
+    ddp: bool = False
+    slow: tuple[int, float] | None = None
 
     @property
     def world(self) -> int:
@@ -212,11 +215,12 @@ def build(run: SleepRun, rank: int) -> tuple[Any, list[Any], Any, bool, bool]:
 
     groups = [dist.new_group(list(range(r * run.stages, (r + 1) * run.stages))) for r in range(run.replicas)]
     group = groups[rank // run.stages]
+    alike = [dist.new_group(list(range(s, run.world, run.stages))) for s in range(run.stages if run.ddp else 0)]
     mine = run.stages_of(rank % run.stages)
     stages, parameters = [], []
     for index in mine:
         torch.manual_seed(index)
-        factor = run.scale.get(index, 1.0)
+        factor = run.scale.get(index, 1.0) * (run.slow[1] if run.slow and run.slow[0] == rank else 1.0)
         backward_s = run.backward_s * factor
         weight_s = backward_s * run.weight_split
         count = round(run.layers * factor)
@@ -227,6 +231,8 @@ def build(run: SleepRun, rank: int) -> tuple[Any, list[Any], Any, bool, bool]:
         else:
             module = sleeping_stage(run.forward_s * factor, backward_s - weight_s, weight_s, index == 0)
         parameters += list(module.parameters())
+        if run.ddp:
+            module = torch.nn.parallel.DistributedDataParallel(module, process_group=alike[rank % run.stages])
         stages.append(PipelineStage(module, index, run.virtual_stages, torch.device("cpu"), group=group))
     multi = run.schedule in MULTI
     cls = get_schedule_class(run.schedule)

@@ -13,6 +13,7 @@ import weakref
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from bubblescope.capture.hooks import torch_ddp
 from bubblescope.capture.hooks.shared import TimedWork, check_version, installed_version, timed
 from bubblescope.capture.hooks.torch_common import group_name
 from bubblescope.capture.layers import LayerTimers
@@ -56,6 +57,7 @@ def install(recorder: Recorder) -> None:
         return
     check_version(recorder, "torch", installed_version("torch", "torch"), OLDEST, NEWEST)
     _hook_compute(recorder, stage._PipelineStageBase, schedules._PipelineSchedule)
+    torch_ddp.install(recorder, stage._PipelineStageBase)
     messages = _Messages(recorder)
     _hook_messages(recorder, messages, stage._PipelineStageBase, schedules)
     _hook_steps(recorder, messages, schedules)
