@@ -94,8 +94,9 @@ class Windows:
 
 def find_windows(run: Run) -> Windows:
     """Windows of every finished step of every rank; warm-up steps, and those that follow an evaluation, are skipped and
-    named as long as others remain; so are those of ``source.details["cut_steps"]`` (step -> why). The step that was
-    read only because the next one begins where it ends, ``source.details["step_before"]``, has none.
+    named as long as others remain; so are those of ``source.details["cut_steps"]`` (step -> why), and those that no
+    rank finished. The step that was read only because the next one begins where it ends,
+    ``source.details["step_before"]``, has none.
 
     Example: ranks 0 and 1, one clock, optimizer of step 0 ends at 90 and 100, of step 1 at 190 and 200, first
     operation of step 1 at 105 on both: windows of step 1 are [100, 200) on both.
@@ -103,13 +104,15 @@ def find_windows(run: Run) -> Windows:
     edges = _edges(run.spans)
     if edges is None:
         return _empty()
-    edges = _drop_unfinished(edges)
+    given, edges = edges, _drop_unfinished(edges)
     clock = run.clock_part(edges.rank)
     evaluated, leaves = _evaluations(run, edges)
     skipped, all_warm = _skipped(run, np.unique(edges.step), np.unique(edges.step[evaluated != _NEVER]))
     starts, ends, closes, bases, first = _place(edges, clock, evaluated, leaves)
-    cut = tuple(Skipped(step, why) for step, why in sorted(run.source.details.get("cut_steps", {}).items()))
-    left_out = [run.source.details.get("step_before", -1), *(s.index for s in (*skipped, *cut))]
+    why = {**_unfinished(given, edges), **run.source.details.get("cut_steps", {})}
+    before = run.source.details.get("step_before", -1)
+    cut = tuple(Skipped(step, why[step]) for step in sorted(why) if step != before)
+    left_out = [before, *(s.index for s in (*skipped, *cut))]
     keep = ~np.isin(edges.step, left_out) & (ends > starts)
     return Windows(
         edges.rank[keep],
@@ -198,6 +201,19 @@ def _drop_unfinished(e: _Edges) -> _Edges:
         e.by_optimizer[k],
         e.finished[k],
     )
+
+
+def _unfinished(given: _Edges, finished: _Edges) -> dict[int, str]:
+    """Steps that were seen and not finished by any rank, and why they count as such.
+
+    Example: kernels were lost in the middle of step 12: of step 13 there is the marker alone.
+    """
+    steps = np.setdiff1d(given.step, finished.step)
+    worked = np.isin(steps, given.step[given.busy_from_ns < _OPEN])
+    return {
+        step: "no rank finished it: no optimizer was seen in it" if some_work else "no work of a device is in it"
+        for step, some_work in zip(steps.tolist(), worked.tolist(), strict=True)
+    }
 
 
 def _evaluations(run: Run, e: _Edges) -> tuple[Int, Int]:

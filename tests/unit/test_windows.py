@@ -57,6 +57,19 @@ def test_a_step_without_its_optimizer_was_not_finished() -> None:
     assert len(found) == 3
 
 
+def test_steps_that_no_rank_finished_are_named() -> None:
+    rows = [row for row in TWO_RANKS if row[1:3] != (1, Kind.OPTIMIZER)]
+    run = run_of(rows)
+    marker = SpanBuilder()
+    marker.add(rank=0, step=2, lane=Lane.RANGE, kind=Kind.STEP, start_ns=200, end_ns=300)
+    windows = find_windows(replace(run, spans=Spans.concat([run.spans, marker.build()])))
+    assert windows.steps.tolist() == [0]
+    assert {s.index: s.why for s in windows.skipped} == {
+        1: "no rank finished it: no optimizer was seen in it",
+        2: "no work of a device is in it",
+    }
+
+
 def test_warm_up_steps_are_left_out_as_long_as_others_remain() -> None:
     w = find_windows(run_of(TWO_RANKS, warmup=(0,)))
     assert w.steps.tolist() == [1]
