@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bubblescope.views.source import ReportLike
 
 MOST_STAGES = 6
+WIDTH = 44
 _LETTERS = {
     "warmup": "w", "cooldown": "c", "schedule_steady": "s", "stage_imbalance": "I", "slow_worker": "S",
     "transient": "T", "microbatch_imbalance": "M", "p2p_transfer": "P", "exposed_collective": "C",
@@ -93,33 +94,38 @@ def _bars(report: ReportLike) -> list[RenderableType]:
     longest = max((sum(max(v or 0.0, 0.0) for v in row.values()) for row in shown.values()), default=0.0)
     if longest <= 0:
         return []
-    lines: list[RenderableType] = [
-        _bar(stage, row, longest) for stage, row in sorted(shown.items(), key=lambda item: item[0])
-    ]
+    drawn = {stage: _shares(row, longest) for stage, row in sorted(shown.items())}
+    lines: list[RenderableType] = [_bar(stage, drawn[stage], shown[stage]) for stage in drawn]
     if len(table) > len(shown):
         lines.append(Text(f"  the {len(shown)} of {len(table)} stages that wait most", "dim"))
-    return [*lines, Padding(_legend(shown), (0, 0, 0, 2))]
+    return [*lines, Padding(_legend({name for shares in drawn.values() for name in shares}), (0, 0, 0, 2))]
 
 
-def _bar(stage: int, row: dict[str, float | None], longest: float, width: int = 44) -> Text:
+def _shares(row: dict[str, float | None], longest: float) -> dict[str, int]:
+    """{cause: letters of the bar}, without those that are too short to be drawn."""
+    shares, drawn, reached = {}, 0, 0.0
+    for cause in CAUSES:
+        reached += max(row[cause.name] or 0.0, 0.0)
+        upto = math.floor(WIDTH * reached / longest + 0.5)
+        if upto > drawn:
+            shares[cause.name] = upto - drawn
+        drawn = upto
+    return shares
+
+
+def _bar(stage: int, shares: dict[str, int], row: dict[str, float | None]) -> Text:
     """``stage 3 |wwwwIIII   | 243 ms idle``, a letter for each share of the longest bar."""
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"  stage {stage:<3} " if stage >= 0 else "  stage ?   ")
-    drawn, reached = 0, 0.0
-    for cause in CAUSES:
-        reached += max(row[cause.name] or 0.0, 0.0)
-        upto = math.floor(width * reached / longest + 0.5)
-        text.append(_LETTERS[cause.name] * (upto - drawn), f"on {cause.colour} #ffffff")
-        drawn = upto
+    for name, letters in shares.items():
+        text.append(_LETTERS[name] * letters, f"on {CAUSE[name].colour} #ffffff")
     idle = sum(v for v in row.values() if v is not None)
-    text.append(" " * (width - drawn) + f" {fmt.seconds(idle)} idle")
+    text.append(" " * (WIDTH - sum(shares.values())) + f" {fmt.seconds(idle)} idle")
     return text
 
 
-def _legend(shown: dict[int, dict[str, float | None]]) -> Text:
-    total = {c.name: sum(max(row[c.name] or 0.0, 0.0) for row in shown.values()) for c in CAUSES}
-    whole = sum(total.values())
+def _legend(drawn: set[str]) -> Text:
     text = Text(style="dim", overflow="fold")
-    for name in (n for n in total if total[n] > 0.01 * whole):
-        text.append(("  " if len(text) else "") + f"{_LETTERS[name]} {CAUSE[name].label}")
+    for cause in (c for c in CAUSES if c.name in drawn):
+        text.append(("  " if len(text) else "") + f"{_LETTERS[cause.name]} {cause.label}")
     return text

@@ -104,6 +104,16 @@ def test_two_causes_of_more_than_the_whole_loss_name_what_others_take_off(report
     assert sentence.endswith(", less 10 % by which others shorten the waiting.")
 
 
+def test_every_letter_of_the_bars_is_explained() -> None:
+    """Also of causes that are little of all idle time: in a bar of their stage they may have a letter."""
+    for job in (Job(), Job(data=0.01, collective=0.02), Job(worker_factor={(0, 1): 1.2}, stages=8)):
+        lines = _terminal(fake_report.build(job), width=200).splitlines()
+        bars = [line.split()[2] for line in lines if line.startswith("  stage ")]
+        legend = next(line for line in lines if line.startswith("  w warmup"))
+        explained = {part.split(" ", 1)[0] for part in legend.strip().split("  ")}
+        assert explained == set("".join(bars))
+
+
 def test_a_third_cause_of_a_fifth_of_the_loss_is_named_too(report: FakeReport) -> None:
     """As of the demo on a busy machine, where transfers take long: the slow stage is still named."""
     data = copy.deepcopy(report.data)
