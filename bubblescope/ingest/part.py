@@ -15,6 +15,8 @@ from bubblescope.model.spans import is_one_value
 
 Int = NDArray[np.int64]
 _INSIDE = 0.9
+_NEAR = 0.25
+"""So far from where a step begins, in repetitions of the kernels, one of these still begins it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,27 +356,57 @@ def missing(layout: Layout) -> list[Notice]:
 def _agree_on_steps(spans: Spans, parts: list[Part]) -> tuple[Spans, list[Notice]]:
     """Steps found from a period must be equally many on every rank.
 
-    A rank may repeat within the step (the last stage of 1F1B: forward, backward, forward, …); where all counts
-    are multiples of the smallest, that many make a step. Else everything is one step, and it is said.
+    A rank may repeat within the step (the last stage of 1F1B: forward, backward, forward, …); as many make a step as
+    take the time of one on the rank that repeats least. Where that is no whole number of them everything is one step.
+    This is said, as is what lies in no whole step.
     """
     if not any(p.steps_how == "period" for p in parts):
         return spans, []
     counts = {p.rank: int(spans.step[spans.rank == p.rank].max(initial=-1)) + 1 for p in parts if p.timing}
     if len(set(counts.values())) <= 1:
-        return spans, []
+        return spans, _in_no_step(spans, spans.step)
     fewest = min(counts.values())
+    marks = np.flatnonzero(spans.where(kind=Kind.STEP, lane=Lane.RANGE))
+    starts = {r: np.sort(spans.start_ns[marks[spans.rank[marks] == r]]) for r in counts}
+    took = next(int(starts[r][-1] - starts[r][0]) for r, n in counts.items() if n == fewest) if fewest > 1 else 0
+    each = {r: _repetitions(starts[r], took, fewest) for r in counts}
     notices = []
-    if fewest < 1 or any(n % fewest for n in counts.values()):
+    if not all(each.values()):
         message = (
             "there is no ProfilerStep and no optimizer in the traces, and the ranks repeat differently "
             f"({sorted(set(counts.values()))} times); everything is taken as one step"
         )
-        fewest, notices = 1, [Notice("steps-not-found", message)]
+        fewest, each, notices = 1, counts, [Notice("steps-not-found", message)]
     step = spans.step.astype(np.int64)
-    for rank, n in counts.items():
+    for rank, repetitions in each.items():
         mine = (spans.rank == rank) & (step >= 0)
-        step[mine] //= max(1, -(-n // fewest))
-    return _regrouped(spans, step), notices
+        step[mine] //= max(1, repetitions)
+    step[step >= fewest] = -1
+    return _regrouped(spans, step), [*notices, *_in_no_step(spans, step)]
+
+
+def _repetitions(start: Int, took: int, steps: int) -> int:
+    """How many of the repetitions that begin at `start` make a step, where the first ones of all `steps` lie `took` ns
+    apart; 0 where none begins then.
+
+    >>> _repetitions(np.array([0, 10, 20, 50, 60, 70, 100, 110, 120]), 100, 3)
+    3
+    """
+    if steps < 2:
+        return len(start)
+    found = int(np.argmin(np.abs(start - start[0] - took)))
+    whole = found > 0 and found % (steps - 1) == 0 and len(start) >= steps * found // (steps - 1)
+    near = abs(int(start[found] - start[0]) - took) <= _NEAR * took / max(found, 1)
+    return found // (steps - 1) if whole and near else 0
+
+
+def _in_no_step(spans: Spans, step: NDArray[np.integer]) -> list[Notice]:
+    """A Notice about kernels in none of the steps that were found from the period of the kernels."""
+    count = int(np.sum(spans.where(lane=Lane.COMPUTE) & (step < 0)))
+    if not count:
+        return []
+    message = f"steps are the repetitions of the kernels; {count} kernels that are in no whole one are left out"
+    return [Notice("steps-cut", message)]
 
 
 def _regrouped(spans: Spans, step: Int) -> Spans:

@@ -690,6 +690,26 @@ def test_without_steps_and_optimizer_the_period_is_found_and_named(tmp_path: Pat
     assert run.layout.microbatches == 4
 
 
+@pytest.mark.parametrize("share", [0.15, 0.33, 0.5, 0.8, 0.95])
+def test_the_rest_of_a_cut_trace_is_in_no_step_that_the_period_shows(tmp_path: Path, share: float) -> None:
+    """The last stage repeats within a step, and of the cut step as well: how long a step takes, others say."""
+    truth = simulate(Shape(microbatches=8, steps=3))
+    docs = traces(truth, Style(profiler_step=False))
+    begin, end = (t / 1e3 for t in truth.windows[2])
+    for document in docs.values():
+        document["traceEvents"] = [
+            e for e in document["traceEvents"] if e["ph"] != "X" or e["ts"] + e["dur"] <= begin + share * (end - begin)
+        ]
+    write_all(tmp_path, docs)
+    run = prepare(read(tmp_path))
+    assert (run.layout.inferred["steps"], run.layout.microbatches) == ("period", 8)
+    data = build(run).data
+    assert data["steps"]["analysed"] == 2
+    assert data["steps"]["seconds_median"] == pytest.approx((truth.windows[0][1] - truth.windows[0][0]) / 1e9, rel=0.01)
+    assert "steps-cut" in codes(run)
+    assert data["replay"]["trusted"]
+
+
 def test_kernels_before_the_first_step_belong_to_no_step(tmp_path: Path) -> None:
     docs = documents()
     begin = min(e["ts"] for e in docs[0]["traceEvents"] if e["name"].startswith("ProfilerStep"))
