@@ -85,7 +85,7 @@ def read(
         if chosen.files:
             run = cast(Run, module.read(units, options=options, executor=executor))
         elif chosen.spread:
-            run = cast(Run, module.read([Path(u) for u in units], executor=executor))
+            run = cast(Run, module.read([Path(u) for u in units], executor=executor, options=options))
         else:
             run = cast(Run, module.read([Path(u) for u in units]))
     memory.give_back()

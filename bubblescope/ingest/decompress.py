@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from bubblescope.errors import InputError
+from bubblescope.ingest.options import beyond_limit
 from bubblescope.ingest.parallel import advance
 from bubblescope.model import Notice
 
@@ -141,11 +142,7 @@ def _bounded(plain: Iterator[bytes], path: str, max_bytes: int) -> Iterator[byte
     for block in plain:
         done += len(block)
         if done > max_bytes:
-            raise InputError(
-                f"the file unpacks to more than {max_bytes:,} bytes",
-                hint="raise the limit (--max-bytes, max_bytes in Python) if you trust the file, or record less",
-                where=path,
-            )
+            raise beyond_limit(f"the file unpacks to more than {max_bytes:,} bytes", "bytes", path)
         yield block
 
 

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bubblescope.errors import InputError
 from bubblescope.ingest.arrows import CATEGORIES as ARROWS
 from bubblescope.ingest.events import AUTOGRAD, CATEGORIES, DEVICE, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.kineto_structs import Arrow, ArrowBegin, Begin, Complete, Metadata
 from bubblescope.ingest.kineto_values import EXACT_US, INT64, MAX_NS, comm_args, integer, nanoseconds
-from bubblescope.ingest.options import NameRule, ReadOptions
+from bubblescope.ingest.options import NameRule, ReadOptions, beyond_limit
 from bubblescope.ingest.steps import STEP_NAME
 from bubblescope.model import Names, Notice
 
@@ -190,11 +189,7 @@ class Columns:
         """Finished columns; `kept`: how many rows of the file they stand for."""
         self.kept += kept
         if self.kept > self.max_events:
-            raise InputError(
-                f"more than {self.max_events:,} events",
-                hint="raise the limit (--max-events, max_events in Python) if you trust the file, or record less",
-                where=self.path,
-            )
+            raise beyond_limit(f"more than {self.max_events:,} events", "events", self.path)
         if kept == 0:
             return
         self._last_ns = max(self._last_ns, int(block["start_ns"].max()))

@@ -20,7 +20,7 @@ from bubblescope.ingest.identity import rank_in_name
 from bubblescope.ingest.kineto_assemble import assemble
 from bubblescope.ingest.nccl_payload import Call
 from bubblescope.ingest.nsys_tables import OURS, SQL_ERRORS, Process, processes
-from bubblescope.ingest.options import DEFAULT, ReadOptions
+from bubblescope.ingest.options import DEFAULT, ReadOptions, beyond_limit
 from bubblescope.ingest.parallel import Executor, over_files
 from bubblescope.ingest.part import Part, merge
 from bubblescope.model import Notice, Run
@@ -161,11 +161,7 @@ def _opened(path: str, options: ReadOptions) -> Iterator[sqlite3.Connection]:
             target.flush()
             local = target.name
         if Path(local).stat().st_size > options.max_bytes:
-            raise InputError(
-                f"the file is larger than {options.max_bytes:,} bytes",
-                hint="raise the limit (--max-bytes, max_bytes in Python) if you trust the file, or record less",
-                where=path,
-            )
+            raise beyond_limit(f"the file is larger than {options.max_bytes:,} bytes", "bytes", path)
         connection = sqlite3.connect(f"file:{quote(str(Path(local).absolute()))}?mode=ro&immutable=1", uri=True)
         stack.callback(connection.close)
         connection.text_factory = lambda data: data.decode("utf-8", "replace")

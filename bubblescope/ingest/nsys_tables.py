@@ -21,7 +21,7 @@ from bubblescope.ingest.events import DEVICE, Cat, CommArgs, Events, Int, Scan
 from bubblescope.ingest.kineto_values import MAX_NS
 from bubblescope.ingest.nccl_payload import Call, Payloads, call_of
 from bubblescope.ingest.nvtx_names import Domains, split_operator
-from bubblescope.ingest.options import ReadOptions
+from bubblescope.ingest.options import ReadOptions, beyond_limit
 from bubblescope.model import Names, Notice
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -75,11 +75,7 @@ def processes(connection: sqlite3.Connection, path: str, options: ReadOptions) -
         )
     count = sum(file.count(t) for t in (KERNELS, *COPIES, GRAPHS, RUNTIME, NVTX))
     if count > options.max_events:
-        raise InputError(
-            f"more than {options.max_events:,} events",
-            hint="raise the limit (--max-events, max_events in Python) if you trust the file, or record less",
-            where=path,
-        )
+        raise beyond_limit(f"more than {options.max_events:,} events", "events", path)
     device = [file.kernels(), *(file.copies(t) for t in COPIES), file.graphs()]
     untimed = {key for key, _ in file.untimed}
     host = file.runtime()

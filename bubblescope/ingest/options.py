@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bubblescope.errors import InputError
 from bubblescope.model import Kind
 
 
@@ -90,3 +91,9 @@ class ReadOptions:
 
 
 DEFAULT = ReadOptions()
+
+
+def beyond_limit(found: str, unit: str, where: str) -> InputError:
+    """The error of a file with more than the limit; unit: "events" or "bytes"."""
+    hint = f"raise the limit (--max-{unit}, max_{unit} in Python) if you trust the file, or record less"
+    return InputError(found, hint=hint, where=where)

@@ -21,6 +21,7 @@ from bubblescope.algebra import stats
 from bubblescope.errors import InputError
 from bubblescope.ingest import recorded_rows, settled
 from bubblescope.ingest.combined import split_combined
+from bubblescope.ingest.options import DEFAULT, ReadOptions, beyond_limit
 from bubblescope.ingest.parallel import Executor, attempt, over_files
 from bubblescope.ingest.recorded_clocks import clock as clock_of
 from bubblescope.ingest.recorded_clocks import on_host_clock
@@ -85,7 +86,9 @@ def _start(path: Path) -> bytes:
         return file.read(200)
 
 
-def read(paths: str | Path | Sequence[str | Path], executor: Executor | None = None) -> Run:
+def read(
+    paths: str | Path | Sequence[str | Path], executor: Executor | None = None, options: ReadOptions = DEFAULT
+) -> Run:
     """One `Run` of all rank files among `paths` (files, or folders that hold them). A file that cannot be used becomes
     a Notice as long as another one can.
 
@@ -96,7 +99,8 @@ def read(paths: str | Path | Sequence[str | Path], executor: Executor | None = N
     found = _rank_files([paths] if isinstance(paths, str | Path) else paths)
     if not found:
         raise _nothing("there is no recording here", _text(paths))
-    return _assemble(over_files(_read_file, [str(path) for path in found], executor), found)
+    read_file = functools.partial(_read_file, options=options)
+    return _assemble(over_files(read_file, [str(path) for path in found], executor), found)
 
 
 def parse(contents: Mapping[Path, bytes]) -> Run:
@@ -161,21 +165,23 @@ def _rank_files(paths: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-def _read_file(path: str) -> _Parsed:
+def _read_file(path: str, options: ReadOptions) -> _Parsed:
     if Path(path).is_fifo():  # who reads one waits for whoever writes to it
         raise InputError("it is a pipe, not a file", hint="save what comes out of it as a file", where=path)
     try:
+        if Path(path).stat().st_size > options.max_bytes:
+            raise beyond_limit(f"the file is larger than {options.max_bytes:,} bytes", "bytes", path)
         data = Path(path).read_bytes()
     except OSError as error:
         raise InputError(
             f"the file cannot be read ({error.strerror or error})", hint="check the permissions", where=path
         ) from error
-    return _parse(path, data)
+    return _parse(path, data, options.max_events)
 
 
-def _parse(where: str, data: bytes) -> _Parsed:
+def _parse(where: str, data: bytes, max_events: int = DEFAULT.max_events) -> _Parsed:
     """All whole lines of one file, and what is wrong with it; no file when there is not even a header. Raises
-    InputError when the header is one of a newer version, or impossible."""
+    InputError when the header is one of a newer version, or impossible, and for more rows than `max_events`."""
     path = Path(where)
     made: File | None = None
     notices: list[Notice] = []
@@ -200,6 +206,8 @@ def _parse(where: str, data: bytes) -> _Parsed:
     if made is None:
         notices.append(Notice("file-empty", "holds no header, so nothing is known of its rank", where))
     else:
+        if sum(map(len, made.rows)) > max_events:
+            raise beyond_limit(f"more than {max_events:,} events", "events", where)
         made.spans, made.rows = _spans_of(made), []
     return made, notices
 

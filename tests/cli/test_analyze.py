@@ -17,6 +17,8 @@ from tests.support.cli_runner import Runner
 from tests.support.fake_report import build
 from tests.support.kineto_gen import Shape, simulate, traces, write
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "before"
+
 
 def test_a_path_that_is_not_there_is_exit_3_with_the_path_and_a_hint(bubblescope: Runner) -> None:
     done = bubblescope("analyze", "nowhere.json")
@@ -64,6 +66,18 @@ def test_the_limits_of_a_file_are_options_and_the_refusal_names_them(
     assert f"more than {above} " in refused.stderr
     assert option in refused.stderr
     assert f"more than {enough:,} " not in bubblescope(name, *paths, option, str(enough)).stderr
+
+
+@pytest.mark.parametrize(("option", "above", "enough"), [("--max-events", 3, 5_000), ("--max-bytes", 9, 1 << 20)])
+def test_the_limits_of_a_file_hold_for_recordings_too(
+    option: str, above: int, enough: int, bubblescope: Runner
+) -> None:
+    recording = str(EXAMPLE)
+    refused = bubblescope("analyze", recording, option, str(above))
+    assert refused.returncode == 3
+    assert f"more than {above} events" in refused.stderr or f"larger than {above} bytes" in refused.stderr
+    assert option in refused.stderr
+    assert bubblescope("analyze", recording, option, str(enough)).returncode == 0
 
 
 @pytest.mark.parametrize(
