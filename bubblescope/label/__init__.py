@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bubblescope.label import flow, generic, lacking, messages, ranges, schedule, structure
+from bubblescope.label import flow, generic, lacking, messages, peers, ranges, schedule, structure
 from bubblescope.model import Run
 
 Pass = Callable[[Run], Run]
@@ -18,6 +18,7 @@ LABELS: list[Pass] = [
     ranges.label_messages,
     ranges.label_loss,
     generic.label,
+    peers.label,
     messages.label,
     generic.label_waits,
     generic.bridge_host_operators,

@@ -138,6 +138,35 @@ def test_copies_alone_are_the_reason_and_a_file_is_named_once(tmp_path: Path) ->
     assert caught.value.where == str(path)
 
 
+@pytest.mark.parametrize("ranges", ["runtime", "zero bubble"])
+def test_ranges_around_sends_and_receives_tell_who_they_are_for(tmp_path: Path, ranges: str) -> None:
+    """Without payloads NCCL's own ranges say only which they are."""
+    docs = documents(ranges=ranges)
+    nsys_gen.write(tmp_path / "told" / "job.sqlite", docs)
+    for rank, document in docs.items():
+        nsys_gen.write(tmp_path / "ranges" / f"rank{rank}.sqlite", {rank: document}, Export(blobs=False))
+    run, told = (prepare(read(tmp_path / name)) for name in ("ranges", "told"))
+    assert len(run.links.p2p) == len(TRUTH.messages)
+    assert run.layout.inferred["messages"] == "the operations around each send and receive"
+    assert build(run).data["bubble"] == build(told).data["bubble"]
+
+
+def test_messages_that_do_not_fit_the_other_ends_get_no_peer(tmp_path: Path) -> None:
+    """A receive of rank 1 that lies behind its operation would be the next one's input: the step is not believed."""
+    docs = documents(ranges="runtime")
+    receive = next(e for e in docs[1]["traceEvents"] if e["args"].get("Collective name") == "recv")
+    launch = next(
+        e for e in docs[1]["traceEvents"]
+        if e.get("cat") == "cuda_runtime" and e["args"]["correlation"] == receive["args"]["correlation"]
+    )  # fmt: skip
+    launch["ts"] += 4_000.0
+    for rank, document in docs.items():
+        nsys_gen.write(tmp_path / f"rank{rank}.sqlite", {rank: document}, Export(blobs=False))
+    s = prepare(read(tmp_path)).spans
+    forwards = s.where(kind=Kind.RECV, lane=Lane.COMM) & (s.rank == 1) & (s.peer == 0)
+    assert set(s.step[forwards].tolist()) == {4}
+
+
 def test_processes_of_one_export_are_of_one_host_whose_name_may_not_be_known(tmp_path: Path) -> None:
     nsys_gen.write(tmp_path / "job.sqlite", documents(ranges="runtime"), Export(host=""))
     run = prepare(read(tmp_path))
