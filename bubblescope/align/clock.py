@@ -118,16 +118,19 @@ def _feasible(problem: _Problem, drift: Float) -> Float | None:
 def _apart_by_force(problem: _Problem, drift: Float) -> tuple[list[_Part], list[Notice]]:
     """Of hosts whose constraints contradict each other: each joins the first part that it bounds and does not
     contradict."""
+    bound = problem.limits(drift, rendezvous=False)
     chosen: list[list[int]] = []
-    for host in range(len(problem.hosts)):
-        for part in chosen:
-            trial = np.array([*part, host])
-            limits = _feasible(problem.of_hosts(trial), drift[trial])
-            if limits is not None and np.isfinite(limits[0, -1] + limits[-1, 0]):
+    closed: list[Float] = []
+    for host in range(len(bound)):
+        for i, part in enumerate(chosen):
+            limits = _with_one_more(closed[i], bound[host, part], bound[part, host])
+            if limits is not None:
                 part.append(host)
+                closed[i] = limits
                 break
         else:
             chosen.append([host])
+            closed.append(np.zeros((1, 1)))
     named = " | ".join(some([problem.texts[i] for i in part], 4) for part in chosen[:4]) + " | …" * (len(chosen) > 4)
     message = (
         f"the clocks of {named} are not aligned: messages would arrive before they were sent; times are compared "
@@ -140,6 +143,17 @@ def _apart_by_force(problem: _Problem, drift: Float) -> tuple[list[_Part], list[
         parts.extend(replace(part, hosts=hosts[part.hosts]) for part in found)
         notices.extend(said)
     return parts, notices
+
+
+def _with_one_more(limits: Float, to: Float, back: Float) -> Float | None:
+    """Tightest bounds of hosts that have `limits`, and of one more: `to` bounds its x minus theirs, `back` theirs minus
+    its. None where this contradicts them, or does not bound it from both sides."""
+    to, back = (to[:, None] + limits).min(axis=0), (limits + back[None, :]).min(axis=1)
+    if not np.isfinite(to + back).all() or (to + back).min() < 0:
+        return None
+    inner = np.minimum(limits, back[:, None] + to[None, :])
+    result: Float = np.block([[inner, back[:, None]], [to[None, :], np.zeros((1, 1))]])
+    return result
 
 
 def _contradicting(problem: _Problem, drift: Float) -> dict[int, str]:
