@@ -247,8 +247,8 @@ LATE_NS = 1_000_000
 """An operation that begins this much before its input was made was stamped wrongly (beyond the clocks' error)."""
 
 
-def _order_notices(run: Run, programs: list[Program]) -> list[Notice]:
-    """Operations that began before the operation that made their input had ended."""
+def impossible_starts(run: Run, programs: list[Program]) -> list[tuple[int, int, int]]:
+    """(step, rank, micro-batch) of operations that began before the operation that made their input had ended."""
     slack = LATE_NS + 2 * (run.clock.half_width_ns or 0)
     found = []
     for p in programs:
@@ -256,11 +256,19 @@ def _order_notices(run: Run, programs: list[Program]) -> list[Notice]:
         early = p.end[p.src[needs]] - p.start[p.dst[needs]] > slack
         for edge, column in zip(*np.nonzero(early), strict=True):
             node = p.dst[needs][edge]
-            found.append(f"rank {p.rank[node]}, step {p.steps[column]}, micro-batch {p.microbatch[node]}")
+            found.append((int(p.steps[column]), int(p.rank[node]), int(p.microbatch[node])))
+    return found
+
+
+def _order_notices(run: Run, programs: list[Program]) -> list[Notice]:
+    found = [f"rank {rank}, step {step}, micro-batch {mb}" for step, rank, mb in impossible_starts(run, programs)]
     if not found:
         return []
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    text = f"{len(found)} operations began before their input was made ({'; '.join(found[:5])}{more}): wrong stamps"
+    text = (
+        f"{len(found)} operations began before their input was made ({'; '.join(found[:5])}{more}): wrong stamps, or "
+        "ranges or kernels that are not what they are taken for"
+    )
     return [Notice("impossible-order", text + "; the causes of these steps are not to be trusted")]
 
 

@@ -17,7 +17,7 @@ from bubblescope.errors import InputError
 from bubblescope.model import Notice, Run
 from bubblescope.model.notice import some
 from bubblescope.model.units import NS
-from bubblescope.replay.attribution import Attribution, has_phases
+from bubblescope.replay.attribution import Attribution, has_phases, impossible_starts
 from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES
 from bubblescope.replay.program import Edge, Node
 from bubblescope.replay.savings import Saving, savings
@@ -310,8 +310,15 @@ def _replay(a: Attribution, gpus: list[dict[str, Any]]) -> tuple[dict[str, Any],
     window = np.mean([g["window"] for g in gpus])
     error = abs(modelled - real) / real if real > 0 else 0.0
     share = float(unexplained / window) if window > 0 else 0.0
-    trusted = bool(max(error, share) <= TRUST_GATE)
+    impossible = len({step for step, _, _ in impossible_starts(a.run, a.programs)}) / steps
+    trusted = bool(max(error, share, impossible) <= TRUST_GATE)
     notices = []
+    if impossible > TRUST_GATE:
+        text = (
+            f"in {impossible:.0%} of the steps operations began before their input was made; above {TRUST_GATE:.0%} "
+            "the attribution is not to be trusted"
+        )
+        notices.append(Notice("attribution-not-trusted", text))
     if max(error, share) > TRUST_GATE:
         notices.append(
             Notice(

@@ -16,6 +16,7 @@ from bubblescope.ingest import ReadOptions, read
 from bubblescope.ingest.usernames import load, parse
 from bubblescope.label import user_names
 from bubblescope.model import Kind, Lane
+from bubblescope.report.build import build
 from tests.support.cli_runner import Runner
 from tests.support.kineto_gen import Shape, Style, simulate, traces, write
 
@@ -85,6 +86,20 @@ def test_the_users_kernels_are_communication_or_work(tmp_path: Path) -> None:
         assert all(text.startswith(begins) for text in texts)
     (said,) = [n.message for n in run.notices if n.code == "names-unused"]
     assert said == "1 of 3 rules of the names file fit no kernel in the input: 'no such'"
+
+
+def test_rules_that_call_backwards_forwards_are_not_trusted(tmp_path: Path) -> None:
+    """Operations then begin before their input was made."""
+    write(tmp_path, traces(simulate(Shape(steps=2, optimizer_ns=300_000)), Style(ranges="{kind}/mb{microbatch}")))
+    options = ReadOptions(
+        names=parse(r"""[[range]]
+name = 'mb(?P<microbatch>\d+)'
+kind = 'forward'""")
+    )
+    data = build(prepare(read(tmp_path, options=options))).data
+    assert {"impossible-order", "attribution-not-trusted"} <= {w["code"] for w in data["source"]["warnings"]}
+    assert data["replay"]["trusted"] is False
+    assert data["advice"] == []
 
 
 def test_constants_stand_in_for_groups() -> None:
