@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -247,7 +248,7 @@ LATE_NS = 1_000_000
 """An operation that begins this much before its input was made was stamped wrongly (beyond the clocks' error)."""
 
 
-def impossible_starts(run: Run, programs: list[Program]) -> list[tuple[int, int, int]]:
+def impossible_starts(run: Run, programs: Sequence[Program]) -> list[tuple[int, int, int]]:
     """(step, rank, micro-batch) of operations that began before the operation that made their input had ended."""
     slack = LATE_NS + 2 * (run.clock.half_width_ns or 0)
     found = []
