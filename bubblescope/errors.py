@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+
 
 class BubblescopeError(Exception):
     """Base of every error a user can cause or meet.
@@ -59,3 +63,18 @@ class ThresholdExceeded(BubblescopeError):
 
 class ScheduleError(InputError):
     """An order of operations that cannot be executed: a cycle, a missing producer, a bad action."""
+
+
+@contextmanager
+def writing(path: str | PathLike[str]) -> Iterator[None]:
+    """Around code that writes `path`: a full disk or a forbidden folder is the user's to mend, not our bug."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"cannot write: {error.strerror or error}",
+            where=str(error.filename or path),
+            hint="choose another place, or make room and check the permissions there",
+        ) from error

@@ -28,9 +28,8 @@ from bubblescope.cli.output import (
     stdout_owner,
     warn,
     write_text,
-    writing,
 )
-from bubblescope.errors import InputError, ThresholdExceeded, UsageError
+from bubblescope.errors import InputError, ThresholdExceeded, UsageError, writing
 from bubblescope.model.notice import Notice
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from bubblescope.cli.output import FiniteRange, json_option, results, write_json
 from bubblescope.cost.prices import Loss, loss
 from bubblescope.errors import UsageError
 from bubblescope.model.notice import counted
-from bubblescope.views.format import plain
+from bubblescope.views.format import gpu_hours, plain, seconds
 
 
 @click.command(
@@ -68,12 +68,17 @@ def _loss(seconds: float, *, steps: int, gpus: int, price: float | None) -> Loss
 
 
 def _lines(found: Loss, *, gpus: int, currency: str) -> list[str]:
+    """With as many decimals as show something: a bubble of a millisecond is not 0.00 hours."""
+    small = found.hours_per_gpu < 0.01
+    hours = seconds(found.hours_per_gpu * 3600) if small else f"{found.hours_per_gpu:,.2f} hours"
+    delay = f" ({found.days:,.2f} days of delay)" if found.days >= 0.01 else ""
     lines = [
-        f"{found.hours_per_gpu:,.2f} hours per GPU ({found.days:,.2f} days of delay)",
-        f"{found.gpu_hours:,.2f} GPU-hours on {counted(gpus, 'GPU')}",
+        f"{hours} per GPU{delay}",
+        f"{gpu_hours(found.gpu_hours) if small else f'{found.gpu_hours:,.2f} GPU-hours'} on {counted(gpus, 'GPU')}",
     ]
     if found.money is None:
         lines.append("no money figure: give your own --price-per-gpu-hour")
     else:
-        lines.append(f"{found.money:,.2f} {plain(currency)}")
+        tiny = 0 < found.money < 0.005
+        lines.append(f"{'under 0.01' if tiny else f'{found.money:,.2f}'} {plain(currency)}")
     return lines

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,8 +13,8 @@ import click
 
 from bubblescope.cli import demo_worker
 from bubblescope.cli.analyze import Outputs, check_outputs, deliver, make_report
-from bubblescope.cli.output import OUTPUT_FOLDER, ended_by_sigterm, json_option, progress, results, writing
-from bubblescope.errors import ScheduleError, UsageError
+from bubblescope.cli.output import OUTPUT_FOLDER, ended_by_sigterm, json_option, progress, results
+from bubblescope.errors import ScheduleError, UsageError, writing
 from bubblescope.model.notice import counted
 
 
@@ -159,5 +163,16 @@ def closing(options: demo_worker.DemoOptions, losses: list[float]) -> list[str]:
     return [
         f"training: loss {losses[0]:.3f} → {losses[-1]:.3f} in {len(losses)} steps; "
         + (", ".join(slowed) or "all stages alike"),
-        f"again:  bubblescope analyze {options.out} --price-per-gpu-hour 2.50",
+        f"again:  {called_as()} analyze {options.out} --price-per-gpu-hour 2.50",
     ]
+
+
+def called_as() -> str:
+    """What the user can type to call us again: our name, or where it is not on the PATH, our path or Python's."""
+    if shutil.which("bubblescope"):
+        return "bubblescope"
+    script = Path(sys.argv[0])
+    if script.stem != "bubblescope" or not os.access(script, os.X_OK):
+        return f"{shlex.quote(sys.executable)} -m bubblescope"
+    inside = script.is_relative_to(Path.cwd())
+    return shlex.quote(str(script.relative_to(Path.cwd()) if inside else script))

@@ -21,9 +21,8 @@ from bubblescope.cli.output import (
     warn,
     write_json,
     write_text,
-    writing,
 )
-from bubblescope.errors import ThresholdExceeded
+from bubblescope.errors import ThresholdExceeded, writing
 
 if TYPE_CHECKING:
     from rich.console import Console

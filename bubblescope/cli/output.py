@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from bubblescope.errors import UsageError
+from bubblescope.errors import UsageError, writing
 from bubblescope.model.notice import Notice
 
 if TYPE_CHECKING:
@@ -167,21 +167,6 @@ def write_text(text: str, target: str) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Around code that writes `path`: a full disk or a forbidden folder is the user's to mend, not our bug."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UsageError(
-            f"cannot write: {error.strerror or error}",
-            where=str(error.filename or path),
-            hint="choose another place, or make room and check the permissions there",
-        ) from error
 
 
 def results(json_to: str | None) -> Console:

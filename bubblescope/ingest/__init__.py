@@ -222,6 +222,15 @@ def _nested(found: list[discover.Found]) -> dict[str, list[str]]:
 
 def _hopeful(candidates: list[Format], found: list[discover.Found]) -> dict[str, list[str]]:
     """Files that only by their name are traces (in folders: packed ones): reading them says what is wrong."""
+    from bubblescope.ingest import recording
+
+    for item in found:
+        if Path(item.unit).is_file() and recording.is_job_file(item.unit):
+            raise InputError(
+                "this file of a recording describes the job, and holds none of its steps",
+                hint=f"give the folder: {Path(item.unit).parent}",
+                where=item.unit,
+            )
     for reader in reversed(candidates):
         if reader.files:
             module = reader.load()

@@ -113,7 +113,7 @@ _decoder = msgspec.json.Decoder(_Line)
 @dataclass
 class File:
     """What one file said. layout: the newest; layouts: that of each step. spans: its rows, once all lines are taken
-    (`rows`: until then); `names` are theirs alone."""
+    (`rows`: until then); `names` are theirs alone. whole: numbers of its steps that had ended."""
 
     path: Path
     header: Header
@@ -123,6 +123,7 @@ class File:
     rows: list[recorded_rows.Rows] = field(default_factory=list)
     spans: Spans = field(default_factory=Spans.empty)
     names: Names = field(default_factory=Names)
+    whole: set[int] = field(default_factory=set)
     end: EndLine | None = None
     readings: list[hostclocks.Reading] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
@@ -138,6 +139,7 @@ class File:
 
     @property
     def last_step(self) -> int:
+        """-1 before any."""
         return max((s.step for s in self.steps if not s.partial), default=-1)
 
 
@@ -175,12 +177,17 @@ def take(path: Path, raw: bytes, made: File | None) -> tuple[File | None, str]:
             return made, "an impossible clock reading"
         made.readings.append(line)
         return made, ""
+    whole = not (line.eval or line.partial)
+    if whole and line.step in made.whole:
+        return made, f"step {line.step} a second time"
     problem = _range_problem(line)
     rows = problem or recorded_rows.pack(line.columns, len(line.texts))
     if isinstance(rows, str):
         return made, rows
     if made.layout is not None and rows.numbers["stage"].max(initial=-1) >= made.layout.num_stages:
         return made, f"a stage out of range of its {made.layout.num_stages}"
+    if whole:
+        made.whole.add(line.step)
     line.columns = NO_COLUMNS
     made.steps.append(line)
     made.layouts.append(made.layout)

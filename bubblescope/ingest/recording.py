@@ -71,6 +71,14 @@ def can_read(path: str | Path) -> bool:
         return False
 
 
+def is_job_file(path: str | Path) -> bool:
+    """Whether it is the recorder's job.json, which describes a job and holds none of its steps. Never raises."""
+    try:
+        return re.match(rb'\{"schema_version":\s*\d+,\s*"world":', _start(Path(path))) is not None
+    except OSError:
+        return False
+
+
 def has_header(path: str | Path) -> bool:
     """Whether `path` is a rank file that begins with a header, or a folder with such a file in it. Never raises."""
     try:
@@ -448,7 +456,8 @@ def _rank_notices(files: list[File]) -> list[Notice]:
         if not behind and (file.end is not None or not ended):
             continue
         how = "without an end line (killed?)" if file.end is None else f"({file.end.error or 'stopped'})"
-        message = f"rank {file.rank} ends {how} after step {file.last_step}; the longest rank has step {most}"
+        when = f"after step {file.last_step}" if file.last_step >= 0 else "before its first step ended"
+        message = f"rank {file.rank} ends {how} {when}; the longest rank has step {most}"
         made.append(Notice("rank-ended-early", message, str(file.path)))
     if not ended:
         message = "no rank wrote an end line: the job is still running, or was killed as a whole"

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bubblescope.errors import InputError, UsageError
+from bubblescope.errors import InputError, UsageError, writing
 from bubblescope.model import Kind, Lane, Run, checks
 from bubblescope.replay.attribution import Attribution, attribute
 from bubblescope.replay.schedules import canonical
@@ -143,9 +143,12 @@ class Report:
         return _view("json").render(self)  # type: ignore[no-any-return]
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the one-file HTML report."""
+        """Write the one-file HTML report; folders that are missing are made. Raises UsageError where it cannot be
+        written."""
         target = Path(path)
-        _view("html").write(self, target)
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _view("html").write(self, target)
         return target
 
     def __repr__(self) -> str:

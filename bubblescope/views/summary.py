@@ -338,9 +338,11 @@ def pipeline_seen(data: dict[str, Any]) -> dict[str, Any]:
 def _because_schedule(data: dict[str, Any]) -> str:
     pipeline = pipeline_seen(data)
     schedule = fmt.plain(pipeline.get("schedule") or "the pipeline's schedule")
-    stages, m = pipeline.get("stages"), pipeline.get("microbatches")
+    stages, m, passes = pipeline.get("stages"), pipeline.get("microbatches"), pipeline.get("passes_per_step") or 1
     if stages and m:
-        return f"{schedule} with {stages} stages and {m} micro-batches needs that long to fill and drain"
+        shape = f"{stages} stages and {m // passes} micro-batches"
+        shape += f" in each of {passes} passes" if passes > 1 else ""
+        return f"{schedule} with {shape} needs that long to fill and drain"
     return f"{schedule} needs that long to fill and drain"
 
 

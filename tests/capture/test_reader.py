@@ -106,6 +106,22 @@ def test_a_corrupt_line_in_the_middle_is_skipped_and_counted(tmp_path: Path) -> 
     assert "1 of 5 lines" in next(n.message for n in run.notices if n.code == "line-skipped")
 
 
+def test_a_step_that_stands_there_twice_counts_once_and_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 0, header(), layout(), STEP0, STEP0, step(1, [{"start_ns": 100, "end_ns": 120}]), end())
+    run = recording.read(tmp_path)
+    assert [n.message for n in run.notices] == [
+        "1 of 6 lines cannot be read and are left out: line 4 (step 0 a second time)"
+    ]
+    assert sorted(run.spans.step.tolist()) == [0, 0, 1]
+
+
+def test_a_rank_that_recorded_no_step_is_not_said_to_end_after_one(tmp_path: Path) -> None:
+    two_ranks(tmp_path)
+    write(tmp_path, 1, header(1, 2), layout(1, 2))
+    (early,) = (n.message for n in recording.read(tmp_path).notices if n.code == "rank-ended-early")
+    assert "before its first step ended; the longest rank has step 1" in early
+
+
 @pytest.mark.parametrize(
     "damage",
     [

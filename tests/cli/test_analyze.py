@@ -68,6 +68,13 @@ def test_the_limits_of_a_file_are_options_and_the_refusal_names_them(
     assert f"more than {enough:,} " not in bubblescope(name, *paths, option, str(enough)).stderr
 
 
+def test_the_job_file_of_a_recording_alone_is_refused_with_the_folder_to_give(bubblescope: Runner) -> None:
+    done = bubblescope("analyze", str(EXAMPLE / "job.json"))
+    assert done.returncode == 3
+    assert "describes the job, and holds none of its steps" in done.stderr
+    assert f"hint: give the folder: {EXAMPLE}" in done.stderr
+
+
 @pytest.mark.parametrize(("option", "above", "enough"), [("--max-events", 3, 5_000), ("--max-bytes", 9, 1 << 20)])
 def test_the_limits_of_a_file_hold_for_recordings_too(
     option: str, above: int, enough: int, bubblescope: Runner

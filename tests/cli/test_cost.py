@@ -18,6 +18,17 @@ def test_ten_milliseconds_in_ten_million_steps_are_said_to_be_27_78_hours_per_gp
     assert "27.78 hours per GPU" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("bubble_ms", "hours", "gpu_hours"), [("0.001", "1.00 µs", "0.00000800 GPU-seconds"), ("0", "0 s", "0 GPU-hours")]
+)
+def test_what_is_too_short_for_hours_is_told_in_smaller_units(
+    bubblescope: Runner, bubble_ms: str, hours: str, gpu_hours: str
+) -> None:
+    said = ("cost", "--bubble-ms", bubble_ms, "--steps", "1", "--gpus", "8", "--price-per-gpu-hour", "2.5")
+    money = "under 0.01 USD" if bubble_ms != "0" else "0.00 USD"
+    assert bubblescope(*said).stdout == f"{hours} per GPU\n{gpu_hours} on 8 GPUs\n{money}\n"
+
+
 def test_without_a_price_the_json_has_hours_and_no_money(bubblescope: Runner) -> None:
     data = json.loads(bubblescope(*TEN_MS, "--gpus", "8", "--json", "-").stdout)
     assert data.keys() == {"gpu_hours", "hours_per_gpu", "money", "days"}

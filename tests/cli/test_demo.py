@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import bubblescope as bs
-from bubblescope.cli.demo import parse_imbalance
+from bubblescope.cli.demo import called_as, parse_imbalance
 from bubblescope.errors import UsageError
 from tests.support.cli_runner import Runner
 
@@ -129,6 +129,20 @@ def test_a_recording_that_was_cut_in_one_rank_is_analysed_and_the_rank_is_named(
 
 
 @pytest.mark.real
+def test_how_to_go_on_can_be_typed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "bin" / "bubblescope"
+    script.parent.mkdir()
+    script.touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sys.argv", [str(script), "demo"])
+    assert called_as() == "bin/bubblescope"
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "__main__.py"), "demo"])
+    assert called_as() == f"{sys.executable} -m bubblescope"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert called_as() == "bubblescope"
+
+
 def test_running_it_again_into_the_same_folder_does_not_mix_the_two_runs(demo: Demo) -> None:
     out = demo[1]
     done = subprocess.run(

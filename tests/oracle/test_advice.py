@@ -136,8 +136,10 @@ def accumulated(passes: int) -> Run:
 
 
 def test_gradient_accumulation_is_counted_in_passes_with_the_closed_form_of_one() -> None:
-    data = build(accumulated(2), ReportOptions()).data
+    report = build(accumulated(2), ReportOptions())
+    data = report.data
     assert data["pipeline"]["passes_per_step"] == 2
+    assert "1F1B with 4 stages and 4 micro-batches in each of 2 passes needs" in first_screen(report).sentence
     assert data["pipeline"]["microbatches"] == 8
     assert data["bubble"]["theory"]["fraction"] == pytest.approx(3 / 7)
     assert not [a for a in data["advice"] if a["kind"] == "schedule"]

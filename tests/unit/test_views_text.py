@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from bubblescope.errors import UsageError
 from bubblescope.report.build import build
 from bubblescope.views import console, html, markdown, notebook, perfetto
 from bubblescope.views import csv as csv_view
@@ -102,6 +103,14 @@ def test_two_causes_of_more_than_the_whole_loss_name_what_others_take_off(report
     assert "60 % of that because stages wait" in sentence
     assert ", 50 % because 1F1B" in sentence
     assert sentence.endswith(", less 10 % by which others shorten the waiting.")
+
+
+def test_a_page_makes_its_folder_and_one_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
+    made = build(synthetic.make_run(synthetic.Job(), synthetic.constant(1000, 2000)))
+    assert made.to_html(tmp_path / "a" / "b.html").stat().st_size > 100_000
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write: .*file"):
+        made.to_html(tmp_path / "file" / "b.html")
 
 
 def test_every_letter_of_the_bars_is_explained() -> None:
