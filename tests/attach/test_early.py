@@ -100,7 +100,7 @@ def test_a_recording_that_cannot_be_finished_is_no_bug(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.jsonl").touch()
     (tmp_path / ".numbering.lock").symlink_to("/proc/x")
     with pytest.raises(UsageError, match="cannot be finished: Too many levels of symbolic links"):
-        session._numbered(tmp_path, None, [])
+        session._numbered(tmp_path, None, [], [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
