@@ -6,17 +6,18 @@ from bubblescope.model import Notice, Run
 
 
 def label(run: Run) -> Run:
-    """A Notice about stages between the known ones that no rank holds.
+    """A Notice about stages up to the last known one that no rank of a pipeline holds.
 
     Example: three files whose ranges name stages 0, 2 and 3: stage 1 has no trace, however the files are named.
     """
     held = set(run.layout.stage_rank)
     replicas = {replica for replica, _ in held}
     last = max((stage for _, stage in held), default=-1)
-    lacking = sorted({stage for r in replicas for stage in range(last) if (r, stage) not in held})
-    if not lacking:
+    holes = {(stage, r) for r in replicas for stage in range(last + 1) if (r, stage) not in held}
+    if not holes:
         return run
+    lacking, pipelines = sorted({stage for stage, _ in holes}), len({replica for _, replica in holes})
     listed = ", ".join(map(str, lacking[:8])) + (f", … ({len(lacking)} in all)" if len(lacking) > 8 else "")
-    where = f" in each of the {len(replicas)} pipelines" if len(replicas) > 1 else ""
-    message = f"stage {listed} has no rank that is known{where}; what waits for it cannot be split into causes"
+    where = f" in {pipelines} of {len(replicas)} pipelines" if len(replicas) > 1 else ""
+    message = f"no rank is known that holds stage {listed}{where}; what waits for it cannot be split into causes"
     return run.with_notices(Notice("stage-missing", message))

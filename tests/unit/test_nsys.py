@@ -118,7 +118,7 @@ def test_a_stage_without_an_export_is_named(tmp_path: Path, names: str) -> None:
     assert data["source"]["missing_ranks"] == [1]
     said = {w["code"]: w["message"] for w in data["source"]["warnings"]}
     assert said["rank-missing"].startswith("1 of at least 4 ranks have no trace: 1;")
-    assert said["stage-missing"].startswith("stage 1 has no rank that is known;")
+    assert said["stage-missing"].startswith("no rank is known that holds stage 1;")
 
 
 def test_copies_alone_are_the_reason_and_a_file_is_named_once(tmp_path: Path) -> None:
