@@ -267,6 +267,17 @@ def test_a_last_stage_with_as_many_messages_as_the_first_is_the_last(
     assert label(read(tmp_path)).layout.stages == stages
 
 
+@pytest.mark.parametrize("missing", [6, 7])
+def test_a_stage_that_only_one_pipeline_has_is_named(tmp_path: Path, missing: int) -> None:
+    """Without peers and world size, by the ranges alone."""
+    documents = traces(simulate(Shape(replicas=2)), Style(launches=True, ranges="runtime", metadata=False))
+    for document in documents.values():
+        del document["distributedInfo"]
+    write(tmp_path, {rank: document for rank, document in documents.items() if rank != missing})
+    (notice,) = [n for n in label(read(tmp_path)).notices if n.code == "stage-missing"]
+    assert notice.message.startswith(f"stage {missing - 4} has no rank that is known in 1 of 2 pipelines;")
+
+
 @pytest.mark.parametrize(
     ("seen", "stages"),
     [((0,), None), ((0, 1), 4), ((0, 1, 2), 4), ((1, 2, 3), 4), ((0, 1, 2, 3), 4)],
