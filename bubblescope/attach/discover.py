@@ -125,8 +125,11 @@ def _recording(one: Process, rank: int | None) -> str:
         settings = Settings.read(one.environ)
     except UsageError:
         return ""
-    asked = settings.mode == "record" and rank in (settings.ranks or (rank,))
-    return client.printable(settings.out) if asked and one.pid not in _recorded_pids(Path(settings.out)) else ""
+    if settings.mode != "record" or rank not in (settings.ranks or (rank,)):
+        return ""
+    files = Path(settings.out).glob("rank-*.jsonl" if rank is None else f"rank-{rank:05d}*.jsonl")
+    ended = (socket.gethostname(), one.pid) in map(writer_of, files)
+    return "" if ended else client.printable(settings.out)
 
 
 def _trouble(pid: int, error: AttachError) -> str:
