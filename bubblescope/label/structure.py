@@ -169,6 +169,7 @@ def _goes_on(run: Run, layout: Layout, last: list[int]) -> bool:
 
 
 def _from_chains(layout: Layout, found: Chains) -> Layout:
+    known = all(chain and min(chain) >= 0 for chain in found.members)
     place = {rank: (r, s) for r, chain in enumerate(found.members) for s, rank in enumerate(chain) if rank >= 0}
     ranks = layout.ranks.tolist()
     pp = np.array([place.get(rank, (-1, -1))[1] for rank in ranks], dtype=np.int64)
@@ -180,7 +181,7 @@ def _from_chains(layout: Layout, found: Chains) -> Layout:
         replica=replica,
         stages=max(len(chain) for chain in found.members),
         chunks=None if found.ring else 1,
-        data_parallel=len(found.members) if all(chain and min(chain) >= 0 for chain in found.members) else None,
+        data_parallel=len(found.members) if known and set(layout.missing_ranks) <= place.keys() else None,
         stage_rank=stage_rank,
         inferred={**layout.inferred, "stages": found.how},
     )

@@ -100,6 +100,12 @@ class Attribution:
         return result
 
     @property
+    def replicas(self) -> int:
+        """Pipelines that were replayed: with one, nothing tells a slow GPU from a heavy stage."""
+        first = [np.unique(p.rank[(p.node == Node.OP) & (p.stage == 0)]) for p in self.programs]
+        return max(map(len, first), default=0)
+
+    @property
     def bubble_ns(self) -> Float:
         """Of each window what is lost to pipeline bubbles, shape (w,): idle time without what would idle a GPU without
         any pipeline. One stage has none."""

@@ -182,8 +182,8 @@ def _wanted(b: Basis, wanted: Wanted) -> list[Idea]:
 
 
 def _no_slow_node(b: Basis) -> str:
-    if (b.shape.data_parallel or 1) < 2:
-        return "a slow GPU can only be told from a heavy stage by its replicas, and there is one pipeline"
+    if b.attribution.replicas < 2:
+        return "a slow GPU can only be told from a heavy stage by its replicas, and one pipeline was replayed"
     return "no worker is slower than the other replicas of its stage in a way that costs time"
 
 

@@ -19,7 +19,7 @@ from bubblescope.model.notice import some
 from bubblescope.model.units import NS
 from bubblescope.replay.attribution import Attribution, has_phases, impossible_starts
 from bubblescope.replay.causes import CAUSES, INTRINSIC_CAUSES
-from bubblescope.replay.program import Edge, Node
+from bubblescope.replay.program import Edge
 from bubblescope.replay.savings import Saving, savings
 from bubblescope.replay.scenario import Fix, replay
 from bubblescope.report import advice, facts, tables
@@ -212,7 +212,7 @@ LOCAL_CAUSES = ("host_launch", "data_loading", "exposed_collective", "unexplaine
 def _sure(name: str, a: Attribution, replayed: bool) -> str:
     """How well a cause is known: from the replay of whole pipelines, from one rank alone, or not at all."""
     if replayed:
-        if name == "slow_worker" and _no_replica(a):
+        if name == "slow_worker" and _others_unseen(a):
             return "unavailable"
         inexact = name == "p2p_transfer" and any(not p.messages.exact.all() for p in a.programs)
         inexact |= name == "exposed_collective" and any((p.edge == Edge.AWAIT).any() for p in a.programs)
@@ -222,11 +222,9 @@ def _sure(name: str, a: Attribution, replayed: bool) -> str:
     return "estimated" if name in LOCAL_CAUSES else "unavailable"
 
 
-def _no_replica(a: Attribution) -> bool:
-    """Whether only one pipeline of several was replayed: no other tells a slow GPU from a heavy stage."""
-    return bool(a.cut_off or a.run.layout.missing_ranks) and all(
-        len(np.unique(p.rank[(p.node == Node.OP) & (p.stage == 0)])) < 2 for p in a.programs
-    )
+def _others_unseen(a: Attribution) -> bool:
+    """Whether only one pipeline of several was replayed."""
+    return bool(a.cut_off or a.run.layout.missing_ranks) and a.replicas < 2
 
 
 def _clock_width(a: Attribution) -> bool:
@@ -474,7 +472,7 @@ def _unavailable(a: Attribution, bubble: dict[str, Any], gpus: list[dict[str, An
                 "known; busy and idle per GPU are found without them",
             )
         )
-    elif _no_replica(a):
+    elif _others_unseen(a):
         why = "of the pipelines of this job one was replayed, and nothing tells a slow GPU from a heavy stage"
         out.append(Notice("slow-worker-unavailable", f"slow_worker is unavailable, because {why}"))
     if any(g["contention"] is None for g in gpus):

@@ -185,7 +185,7 @@ def rebalance(b: Basis) -> Iterator[Idea]:
 
 
 def _one_replica(b: Basis, slow: int) -> tuple[str, ...]:
-    return (ONE_REPLICA.format(slow),) if (b.shape.data_parallel or 1) < 2 else ()
+    return (ONE_REPLICA.format(slow),) if b.attribution.replicas < 2 else ()
 
 
 def best_cut(b: Basis, virtual_stages: int | None = None) -> Repartition | None:
@@ -335,7 +335,7 @@ def _other_schedule(b: Basis, model: PipelineModel, name: str, balanced: bool) -
             _check_layers(b, schedule)
             assumptions.append(f"the layers can be cut into {schedule.virtual_stages} equal parts")
         step = whatif.predict(model, schedule)
-        if not balanced and (b.shape.data_parallel or 1) < 2:
+        if not balanced and b.attribution.replicas < 2:
             step, both, why = _worse_of_two(b, model, schedule, step)
             detail |= both
             assumptions += why

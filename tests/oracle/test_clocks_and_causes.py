@@ -177,6 +177,8 @@ def test_a_whole_pipeline_of_a_larger_job_is_told_as_if_it_were_all(tmp_path: Pa
     assert data["source"]["missing_ranks"] == [4, 5, 6, 7]
     assert data["bubble"] == alone["bubble"]
     assert data["p2p"] == alone["p2p"]
+    assert data["pipeline"]["data_parallel"] is None
+    assert [row["assumptions"] for row in data["advice"]] == [row["assumptions"] for row in alone["advice"]] != []
     for cause, row in data["causes"].items():
         assert row == alone["causes"][cause] or cause == "slow_worker", cause
     assert data["causes"]["slow_worker"]["seconds"] is None

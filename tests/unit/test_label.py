@@ -275,7 +275,7 @@ def test_a_stage_that_only_one_pipeline_has_is_named(tmp_path: Path, missing: in
         del document["distributedInfo"]
     write(tmp_path, {rank: document for rank, document in documents.items() if rank != missing})
     (notice,) = [n for n in label(read(tmp_path)).notices if n.code == "stage-missing"]
-    assert notice.message.startswith(f"stage {missing - 4} has no rank that is known in 1 of 2 pipelines;")
+    assert f"stage {missing - 4} in 1 of 2 pipelines;" in notice.message
 
 
 @pytest.mark.parametrize(
