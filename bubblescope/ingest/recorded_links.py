@@ -34,9 +34,9 @@ def _messages(spans: Spans) -> tuple[Int, Int]:
         for kind in (Kind.SEND, Kind.RECV)
     }
     rows = np.concatenate(list(ends.values()))
-    key = _ids([spans.step[rows], source[rows], target[rows], spans.seq[rows]])
+    key = ids([spans.step[rows], source[rows], target[rows], spans.seq[rows]])
     part = np.repeat(np.arange(len(ends)), [len(r) for r in ends.values()])
-    key = _ids([key, _occurrence(_ids([key, part]))])
+    key = ids([key, _occurrence(ids([key, part]))])
     keys = {end: key[part == i] for i, end in enumerate(ends)}
     post_send, post_recv = (Lane.POST, Kind.SEND), (Lane.POST, Kind.RECV)
     both, at_send, at_recv = np.intersect1d(keys[post_send], keys[post_recv], assume_unique=True, return_indices=True)
@@ -52,12 +52,12 @@ def _collectives(spans: Spans) -> Int:
     rows = np.flatnonzero(spans.where(kind=Kind.COLLECTIVE) & (spans.seq >= 0))
     if not len(rows):
         return np.empty((0, 2), dtype=np.int64)
-    own = _ids([spans.step[rows], spans.group[rows], spans.rank[rows]])
-    instance = _ids([spans.step[rows], spans.group[rows], _occurrence(own)])
+    own = ids([spans.step[rows], spans.group[rows], spans.rank[rows]])
+    instance = ids([spans.step[rows], spans.group[rows], _occurrence(own)])
     return np.column_stack([instance, rows]).astype(np.int64)
 
 
-def _ids(columns: Sequence[NDArray[Any]]) -> Int:
+def ids(columns: Sequence[NDArray[Any]]) -> Int:
     """One number for each distinct combination, the same for equal ones."""
     made = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:

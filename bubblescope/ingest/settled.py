@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bubblescope.errors import InputError
+from bubblescope.ingest.recorded_links import ids
 from bubblescope.model import PIPELINE_KINDS, Kind, Lane, Names, Notice, Spans
 from bubblescope.model.notice import some
 
@@ -145,20 +146,19 @@ def ended(spans: Spans) -> tuple[Spans, list[Notice]]:
     """
     ran = np.flatnonzero(spans.where(kind=PIPELINE_KINDS, lane=Lane.COMPUTE) & (spans.step >= 0) & (spans.stage >= 0))
     ran = ran[spans.microbatch[ran] >= 0]
-    columns = np.column_stack([spans.step[ran], spans.rank[ran], spans.stage[ran], spans.microbatch[ran]])
-    which, at = np.unique(columns, axis=0, return_inverse=True)
-    at, forward = at.reshape(-1), spans.kind[ran] == Kind.FORWARD
-    last, first = np.full(len(which), np.iinfo(np.int64).min), np.full(len(which), np.iinfo(np.int64).max)
+    at = ids([column[ran] for column in (spans.step, spans.rank, spans.stage, spans.microbatch)])
+    forward, count = spans.kind[ran] == Kind.FORWARD, int(at.max(initial=-1)) + 1
+    last, first = np.full(count, np.iinfo(np.int64).min), np.full(count, np.iinfo(np.int64).max)
     np.maximum.at(last, at[forward], spans.start_ns[ran[forward]])
     np.minimum.at(first, at[~forward], spans.end_ns[ran[~forward]])
-    again = which[last >= first]
+    again = ran[(last >= first)[at]]
     if not len(again):
         return spans, []
-    steps, left = np.unique(spans.step[spans.step >= 0]), np.unique(again[:, 0])
-    step, rank, stage, microbatch = again[0]
+    steps, left = np.unique(spans.step[spans.step >= 0]), np.unique(spans.step[again])
+    row = again[0]
     what = (
-        f"in step {step} rank {rank} runs micro-batch {microbatch} of stage {stage} forward again after its backward, "
-        "so it is more than one step"
+        f"in step {spans.step[row]} rank {spans.rank[row]} runs micro-batch {spans.microbatch[row]} of stage "
+        f"{spans.stage[row]} forward again after its backward, so it is more than one step"
     )
     hint = "call bubblescope.step() where each step ends; where gradients accumulate, number the micro-batches on"
     if len(left) == len(steps):
