@@ -216,10 +216,8 @@ def test_the_watch_ends_at_once_with_pages_open(tmp_path: Path) -> None:
         threading.Thread(target=lambda: _read(httpx.Client(timeout=30), made.page + "events"), daemon=True).start()
         wait_for("the stream", lambda: "watching" in made.said)
         time.sleep(1)
-        began = time.monotonic()
         os.kill(made.process.pid, signal.SIGTERM)
-        assert made.process.wait(timeout=30) == 0
-        assert time.monotonic() - began < 6
+        assert made.process.wait(timeout=25) == 0  # its reader would have stayed for 30 s
 
 
 def _read(client: Any, url: str) -> None:
