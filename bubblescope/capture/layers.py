@@ -143,8 +143,11 @@ class LayerTimers:
     # ---- inside the job
 
     def _before(self, seen: _Layer, module: Any, args: Any, kwargs: Any) -> None:
-        if self._on and seen.calls > 0 and not _in_backward():
-            seen.start = self._recorder.mark()
+        try:
+            if self._on and seen.calls > 0 and not _in_backward():
+                seen.start = self._recorder.mark()
+        except Exception as error:  # ours; must not reach the job
+            self._give_up(error)
 
     def _after(self, seen: _Layer, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         start, seen.start = seen.start, None

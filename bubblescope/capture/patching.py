@@ -277,8 +277,11 @@ def _wrapper(
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            if abort is not None:
-                abort(token)
+            try:
+                if abort is not None:
+                    abort(token)
+            except Exception as error:  # ours; what the job gets is its own
+                fail(hook, error)
             raise
         returned = clock()
         try:

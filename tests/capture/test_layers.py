@@ -169,6 +169,13 @@ def test_our_own_failure_ends_the_timing_and_never_the_job(monkeypatch: pytest.M
     assert any("layers failed and is off" in w for w in recorder.patches.warnings)
 
 
+def test_our_own_failure_before_a_layer_never_reaches_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, model = FakeRecorder(), Model()
+    monkeypatch.setattr("bubblescope.capture.layers._in_backward", lambda: 1 / 0)
+    train(recorder, LayerTimers(recorder), model)
+    assert hooks_of(model) == 0 and len(recorder.patches.warnings) == 1
+
+
 def test_a_step_has_a_limited_number_of_marks() -> None:
     recorder, model = FakeRecorder(), Model()
     timers = LayerTimers(recorder)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bubblescope.capture.hooks.shared import TimedWork
 from bubblescope.capture.patching import PatchSet
 
 
@@ -109,3 +111,25 @@ def test_what_this_version_lacks_is_refused_and_reported(name: str, needs: tuple
     patches = PatchSet()
     done = patches.around(Base, name, "label", needs=needs, before=lambda *v: None, after=lambda t, r: None)
     assert not done and "label" in patches.refused
+
+
+def test_what_the_job_raises_reaches_it_also_where_our_own_end_of_the_call_fails() -> None:
+    def broken(token: Any) -> None:
+        raise ZeroDivisionError
+
+    patches = watch(Base, [], abort=broken)
+    with pytest.raises(KeyError):
+        Base().work(-1)
+    patches.restore()
+    assert patches.faults == 1 and not patches.hooks["work"].enabled
+
+
+def test_a_wait_that_we_cannot_time_is_waited_for_all_the_same() -> None:
+    class Untimed:
+        running, patches = True, PatchSet()
+
+        def mark(self) -> int:
+            raise ZeroDivisionError
+
+    work = TimedWork(Untimed(), SimpleNamespace(wait=lambda: "arrived"), ("label",))
+    assert work.wait() == "arrived" and Untimed.patches.faults == 1

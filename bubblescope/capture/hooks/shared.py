@@ -161,13 +161,21 @@ class TimedWork:
         self._labels = labels
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._recorder
-        start = recorder.mark() if recorder.running and self._labels else None
+        start = self._now()
         result = self._work.wait(*args, **kwargs)
-        if start is not None and recorder.running:
-            recorder.add(Lane.WAIT, start, recorder.mark(), self._labels)
+        end = None if start is None else self._now()
+        if end is not None:
+            self._recorder.add(Lane.WAIT, start, end, self._labels)
             self._labels = ()
         return result
+
+    def _now(self) -> Any:
+        recorder = self._recorder
+        try:
+            return recorder.mark() if recorder.running and self._labels else None
+        except Exception as error:  # ours; must not reach the job
+            recorder.patches.fault(f"a wait was lost: {type(error).__name__}: {error}", "wait")
+            return None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

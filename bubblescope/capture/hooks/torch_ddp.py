@@ -58,10 +58,20 @@ class _Wait:
     def _queue(self, grad: Any) -> None:
         from torch.autograd import Variable
 
-        Variable._execution_engine.queue_callback(self._computed)
+        try:
+            Variable._execution_engine.queue_callback(self._computed)
+        except Exception as error:  # ours; autograd would raise it into the job's backward
+            self._fault(error)
 
     def _computed(self) -> None:
-        self.ready.append(self.recorder.mark())
+        try:
+            self.ready.append(self.recorder.mark())
+        except Exception as error:  # as above
+            self._fault(error)
+
+    def _fault(self, error: Exception) -> None:
+        message = f"the wait of DDP for other replicas counts as work of a backward: {type(error).__name__}: {error}"
+        self.recorder.patches.fault(message, "ddp")
 
     def ends(self, handle: Any, result: Any) -> None:
         handle.remove()
