@@ -109,6 +109,19 @@ def test_what_a_reader_opened_and_focused_stays_while_figures_change(live: Watch
     assert 0 <= region.bounding_box()["y"] < SIZES["desktop"]["height"]
 
 
+def test_what_a_reader_opened_and_focused_is_so_again_after_the_page_is_loaded_anew(
+    live: Watching, visit: Open
+) -> None:
+    """As it is when its layout changes: with its first chart, or another job."""
+    page = visit(live.page).page
+    page.locator("#causes summary >> nth=0").click()
+    page.locator("#causes details[open] .scroll").focus()
+    with page.expect_navigation():
+        page.evaluate("document.getElementById('connection').dataset.layout = 'another'")
+    until(page, "document.activeElement.className === 'scroll'")
+    assert page.locator("#causes details[open] .scroll").is_visible()
+
+
 def test_a_story_is_told_to_its_end_and_then_the_timeline_follows_again(live: Watching, visit: Open) -> None:
     page = visit(live.page).page
     page.focus("#lanes")

@@ -39,8 +39,29 @@
     document.getElementById("step").dispatchEvent(new Event("change"));
   }
 
+  // A page of another layout is loaded anew; what the reader opened, and where the keyboard was in it, comes back.
+  const OPENED = "bubblescope-opened";
+  const name = (details) => details.querySelector("[id]")?.id ?? details.querySelector("summary").textContent;
+  function loadAnew() {
+    const opened = [...document.querySelectorAll("details[open]")].map((details) =>
+      [name(details), [...details.querySelectorAll("*")].indexOf(document.activeElement)]);
+    try { sessionStorage.setItem(OPENED, JSON.stringify(opened)); } catch { /* refused by the browser: they close */ }
+    location.reload();
+  }
+  function openAgain() {
+    let opened = [];
+    try { opened = JSON.parse(sessionStorage.getItem(OPENED)) ?? []; sessionStorage.removeItem(OPENED); } catch { return; }
+    for (const details of document.querySelectorAll("details")) {
+      const [, focused] = opened.find(([known]) => known === name(details)) ?? [];
+      if (focused === undefined) continue;
+      details.open = true;
+      details.querySelectorAll("*")[focused]?.focus();
+    }
+  }
+  openAgain();
+
   function apply(event) {
-    if (event.layout !== place.dataset.layout) { location.reload(); return; }
+    if (event.layout !== place.dataset.layout) { loadAnew(); return; }
     const fresh = new DOMParser().parseFromString(event.page, "text/html");
     version = event.version;
     document.title = fresh.title;
