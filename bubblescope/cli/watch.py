@@ -120,7 +120,7 @@ def watch(
         console.print_summary(watcher.snapshot.report, results(json_to))
         return
     ports = (port, *(() if prometheus_port is None else (prometheus_port,)))
-    with _served(watcher, outputs, host, token, ports), _until_terminated() as stop:
+    with _served(watcher, outputs, host, token, ports), _until_ended() as stop:
         _follow(watcher, tell, stop, interval)
 
 
@@ -196,14 +196,26 @@ def _served(watcher: Watcher, outputs: Outputs, host: str, token: str | None, po
 
 
 @contextmanager
-def _until_terminated() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets: service managers end a watch that way, and that is no failure."""
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+def _until_ended() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets (service managers end a watch that way, and that is no failure) and Ctrl-C, which is
+    raised at the end. Not at once: NumPy may turn what is raised inside it into an error of its own. A second Ctrl-C
+    does not wait."""
+    stop, interrupted = threading.Event(), threading.Event()
+
+    def interrupt(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+        stop.set()
+
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set()), signal.signal(signal.SIGINT, interrupt)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def _follow(watcher: Watcher, tell: Callable[[], None], stop: threading.Event, interval: float) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bubblescope import analyze, load
+from bubblescope.cli.watch import _until_ended
 from tests.live import jobs
 from tests.live.processes import BUBBLESCOPE, watching
 
@@ -143,3 +144,15 @@ def test_it_listens_on_this_host_only(tmp_path: Path) -> None:
         port = f"{int(made.page.rsplit(':', 1)[1].strip('/')):04X}"
         mine = [line.split()[1] for line in sockets if line.split()[1].endswith(f":{port}") and line.split()[3] == "0A"]
         assert mine == [f"0100007F:{port}"]
+
+
+def test_ctrl_c_ends_a_watch_also_where_a_library_makes_something_else_of_what_is_raised() -> None:
+    """As NumPy does: a comparison that is interrupted is a TypeError."""
+    with pytest.raises(KeyboardInterrupt), _until_ended() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+    with pytest.raises(KeyboardInterrupt), _until_ended() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        stop.clear()  # not reached: the second one is raised where it comes
+    assert stop.is_set()
