@@ -163,7 +163,7 @@ def targets(text: str) -> list[Rank]:
 
 
 def _pids(ranks: Sequence[Rank]) -> str:
-    return ", ".join(str(rank.pid) for rank in ranks[:8]) + (" …" if len(ranks) > 8 else "")
+    return some([rank.pid for rank in ranks])
 
 
 def choose(ranks: Sequence[Rank], via: str) -> str:

@@ -21,6 +21,7 @@ from bubblescope.ingest.decompress import blocks
 from bubblescope.ingest.options import DEFAULT, ReadOptions
 from bubblescope.ingest.parallel import Executor
 from bubblescope.model import Notice, Run, checks
+from bubblescope.model.notice import some
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "read"]
 _PACKING = re.compile(r"\.(?:gz|zstd?|bz2|xz|zip|7z|lz4)$", re.IGNORECASE)
@@ -167,7 +168,7 @@ def _beside(claims: dict[str, list[str]], chosen: Format) -> list[Notice]:
     notices = []
     for name, units in claims.items():
         if name != chosen.name and FORMATS[name].files:
-            listed = ", ".join(Path(u).name for u in units[:4]) + (" …" if len(units) > 4 else "")
+            listed = some([Path(u).name for u in units], 4)
             message = (
                 f"{len(units)} of the files here are of format {name} ({listed}) and are not read; "
                 f"--format {name} reads them, and not the {chosen.name}"
@@ -189,7 +190,7 @@ def _unclaimed(claims: dict[str, list[str]], found: list[discover.Found]) -> lis
         else:
             others.append(path)
     if others:
-        listed = ", ".join(Path(path).name for path in others[:4]) + (" …" if len(others) > 4 else "")
+        listed = some([Path(path).name for path in others], 4)
         message = f"{len(others)} of the files given hold no trace that can be read: {listed}"
         notices.append(Notice("file-ignored", message, others[0] if len(others) == 1 else ""))
     return notices

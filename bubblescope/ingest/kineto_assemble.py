@@ -23,6 +23,7 @@ from bubblescope.ingest.quarantine import quarantine, repeated
 from bubblescope.ingest.steps import Steps
 from bubblescope.ingest.usernames import USER_STEPS
 from bubblescope.model import Kind, Lane, Names, Notice, Spans, checks
+from bubblescope.model.notice import some
 from bubblescope.model.spans import joined
 
 Mask = NDArray[np.bool_]
@@ -321,7 +322,7 @@ def _told_by_launch(table: _Table, rows: Int) -> list[Notice]:
     if not len(rows):
         return []
     texts = sorted({table.text(row) for row in rows.tolist()})
-    listed = ", ".join(checks.shown(text) for text in texts[:3]) + (" …" if len(texts) > 3 else "")
+    listed = some([checks.shown(text) for text in texts], 3)
     message = (
         f"{len(rows)} kernels of {len(texts)} names ({listed}) count as communication, and not as work, because an "
         "operation of torch.distributed or NCCL launched them; a [[kernel]] rule of --names says otherwise"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bubblescope.errors import InputError
 from bubblescope.ingest.steps import MARKS
 from bubblescope.model import Clock, Kind, Lane, Layout, Links, Names, Notice, Run, Source, Spans
+from bubblescope.model.notice import some_of_all
 from bubblescope.model.spans import is_one_value
 
 Int = NDArray[np.int64]
@@ -347,7 +348,7 @@ def missing(layout: Layout) -> list[Notice]:
     lacking = layout.missing_ranks
     if not lacking:
         return []
-    shown = ", ".join(map(str, lacking[:8])) + (f", … ({len(lacking)} in all)" if len(lacking) > 8 else "")
+    shown = some_of_all(lacking)
     of = f"{layout.world_size}" if layout.world_size is not None else f"at least {int(layout.ranks.max()) + 1}"
     message = f"{len(lacking)} of {of} ranks have no trace: {shown}; what waits for them cannot be split into causes"
     return [Notice("rank-missing", message)]

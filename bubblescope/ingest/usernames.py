@@ -30,6 +30,7 @@ from bubblescope.errors import UsageError
 from bubblescope.ingest import handwritten
 from bubblescope.ingest.options import KernelRule, NameRule, linear_pattern
 from bubblescope.model import Kind, Lane, Notice, Run, checks
+from bubblescope.model.notice import some
 
 KINDS: dict[str, Kind | None] = {
     "forward": Kind.FORWARD,
@@ -174,7 +175,7 @@ def notices(rules: tuple[Rule, ...], run: Run) -> list[Notice]:
         mine = [rule for rule in rules if isinstance(rule, kind)]
         unused = [_unused(rule, run) for rule in mine if not _is_used(rule, run, texts)]
         if unused:
-            listed = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
+            listed = some(unused, 4)
             message = f"{len(unused)} of {len(mine)} rules of the names file fit no {what} in the input: {listed}"
             said.append(Notice("names-unused", message))
     return [*said, *_without_number([rule for rule in rules if isinstance(rule, NameRule)], ranges)]

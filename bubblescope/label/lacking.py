@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bubblescope.model import Notice, Run
+from bubblescope.model.notice import some_of_all
 
 
 def label(run: Run) -> Run:
@@ -17,7 +18,7 @@ def label(run: Run) -> Run:
     if not holes:
         return run
     lacking, pipelines = sorted({stage for stage, _ in holes}), len({replica for _, replica in holes})
-    listed = ", ".join(map(str, lacking[:8])) + (f", … ({len(lacking)} in all)" if len(lacking) > 8 else "")
+    listed = some_of_all(lacking)
     where = f" in {pipelines} of {len(replicas)} pipelines" if len(replicas) > 1 else ""
     message = f"no rank is known that holds stage {listed}{where}; what waits for it cannot be split into causes"
     return run.with_notices(Notice("stage-missing", message))

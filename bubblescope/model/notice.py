@@ -31,6 +31,16 @@ def some(values: Sequence[object], most: int = 8, *, count_rest: bool = False) -
     return ", ".join(map(str, values[:most])) + more
 
 
+def some_of_all(values: Sequence[object], most: int = 8) -> str:
+    """As `some`, with how many there are.
+
+    >>> some_of_all([1, 2]), some_of_all([1, 2, 3], 2)
+    ('1, 2', '1, 2, … (3 in all)')
+    """
+    rest = f", … ({len(values)} in all)" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + rest
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """
     >>> counted(1, "GPU"), counted(1200, "rank"), counted(2, "micro-batch", "micro-batches")

@@ -335,7 +335,7 @@ def _replay(a: Attribution, gpus: list[dict[str, Any]]) -> tuple[dict[str, Any],
     cut = np.isin(a.windows.rank, list(a.cut_off))
     if not (a.replayed | cut).all():
         left = np.unique(a.windows.step[~a.replayed & ~cut])
-        listed = ", ".join(map(str, left[:8])) + (" …" if len(left) > 8 else "")
+        listed = some(left.tolist())
         text = f"{len(left)} steps are not there for every rank, or not in one piece ({listed}): they are left out "
         notices.append(Notice("windows-not-replayed", text + "of all means, and count in each GPU's `all_steps` only"))
     return {"step_seconds": modelled, "error_fraction": error, "trusted": trusted}, notices

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bubblescope.model.notice import some
 from bubblescope.replay.causes import INTRINSIC_CAUSES, OUTSIDE_PIPELINE
 from bubblescope.report.tables import UNEVEN, slowest_stage
 from bubblescope.views import format as fmt
@@ -424,7 +425,7 @@ def _trust_ranks(data: dict[str, Any]) -> Trust:
     missing = value(data, "source", "missing_ranks") or []
     text = f"{seen:,} seen, world size unknown" if world is None else f"{seen:,} of {world:,} seen"
     if missing:
-        listed = ", ".join(str(r) for r in missing[:5]) + (" …" if len(missing) > 5 else "")
+        listed = some(missing, 5)
         text += f", missing {listed}"
     return Trust("ranks", text, world is not None and not missing)
 
